@@ -1,0 +1,469 @@
+"""Residual additions in a graph: which sums are ``skip + branch``, and what their stream is."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Iterator
+
+from lit_resinit import ops
+from lit_resinit.trace import Graph, Node
+
+# What a stream may pass and still be the stream: nothing here changes a value that it keeps.
+_STREAM_OPS = ops.MOVES | {"view", "part", "scale", "cat", "shift"}
+_LINEAR_OPS = _STREAM_OPS | {"norm", "add", "mm", "conv", "statistic", "copy_into", "stack"}
+_SELECTIONS = frozenset("add maximum minimum where cat stack copy_into".split())
+_WALK_LIMIT = 64
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Addition:
+    """One residual addition of a graph.
+
+    ``stream`` is the value on the residual stream that the branch reads, ``skip`` and ``branch`` are the two summands,
+    ``interior`` are the nodes of the branch (everything between ``stream`` and ``branch``).
+    """
+
+    node: int
+    skip: int
+    branch: int
+    stream: int
+    projection: bool
+    scales: tuple[int, ...]
+    interior: frozenset[int]
+    block: str
+    address: Address
+    previous: Addition | None = None
+    between: tuple[int, ...] = ()
+    root: int = -1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Address:
+    """Where an addition runs, the same in every forward: module, line, operation, and its count there."""
+
+    block: str
+    line: str
+    op: str
+    count: int
+
+
+@dataclasses.dataclass(slots=True)
+class _Link:
+    """One step of the walk down a skip: a node, the factors passed so far and the part of it that was taken."""
+
+    node: int
+    scales: tuple[int, ...] = ()
+    region: tuple[object, ...] | None = None
+    layers: int = 0
+    norms: int = 0
+
+
+def find_additions(graph: Graph) -> list[Addition]:
+    """Every residual addition of the graph, in the order of execution."""
+    return _Finder(graph).run()
+
+
+class _Finder:
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.nodes = graph.nodes
+        self.found: dict[int, Addition] = {}
+        self.counts: dict[tuple[str, str, str], int] = {}
+        self.readers = graph.consumers()
+
+    def run(self) -> list[Addition]:
+        addresses = self._addresses()
+        for node in self.nodes:
+            if node.op != "add" or node.call < 0 or not self._same_shape(node):
+                continue
+            addition = self._residual(node, addresses[node.call])
+            if addition is not None:
+                self._link(addition)
+                self.found[node.index] = addition
+        self._drop_summands()
+        self._drop_inner_scaled()
+        return list(self.found.values())
+
+    def _addresses(self) -> list[Address]:
+        addresses = []
+        for call in self.graph.calls:
+            op = ops.base_name(call.func)
+            key = (call.owner, call.line, op)
+            count = self.counts[key] = self.counts.get(key, -1) + 1
+            addresses.append(Address(call.owner, call.line, op, count))
+        return addresses
+
+    def _same_shape(self, node: Node) -> bool:
+        return all(self.nodes[i].shape == node.shape for i in node.inputs) and node.inputs[0] != node.inputs[1]
+
+    def _residual(self, node: Node, address: Address) -> Addition | None:
+        left, right = node.inputs
+        for skip, branch in ((left, right), (right, left)):
+            addition = self._identity(node, skip, branch, address)
+            if addition is not None:
+                return addition
+        for skip, branch in ((left, right), (right, left)):
+            addition = self._projection(node, skip, branch, address)
+            if addition is not None:
+                return addition
+        return None
+
+    # ---------------------------------------------------------------- identity skip
+
+    def _identity(self, node: Node, skip: int, branch: int, address: Address) -> Addition | None:
+        chain = self._stream_chain(skip)
+        for link in self._ancestors_among(chain, branch):
+            interior = self._interior(link, branch)
+            if interior is not None and self._is_branch(link.node, branch, interior, address.block):
+                if self._is_blend(node.index, link.node):
+                    return None
+                return Addition(
+                    node.index, skip, branch, link.node, False, link.scales, interior, address.block, address
+                )
+        for link in chain:
+            earlier = self.found.get(link.node)
+            if earlier is not None and link.region is None and earlier.stream < branch:
+                start = _Link(earlier.stream)
+                interior = self._interior(start, branch)
+                if interior is not None and self._is_branch(start.node, branch, interior, address.block):
+                    if self._is_blend(node.index, start.node):
+                        return None
+                    return Addition(
+                        node.index, skip, branch, link.node, False, link.scales, interior, address.block, address
+                    )
+        return None
+
+    def _stream_chain(self, start: int) -> list[_Link]:
+        """The values a summand shows, from itself back through views, padding, pooling and factors."""
+        chain = [_Link(start)]
+        while len(chain) < _WALK_LIMIT:
+            link = chain[-1]
+            step = self._stream_step(link)
+            if step is None:
+                break
+            chain.append(step)
+        return chain
+
+    def _stream_step(self, link: _Link) -> _Link | None:
+        node = self.nodes[link.node]
+        if node.op == "cat":
+            return self._through_concatenation(link, node)
+        if node.op == "shift" and node.number != 0:
+            return None
+        if node.op in _STREAM_OPS and node.inputs:
+            scales = (*link.scales, node.index) if node.op == "scale" else link.scales
+            region = node.region if node.op == "part" else link.region
+            return _Link(node.inputs[0], scales, region)
+        if node.op == "mul":
+            factor = self._factor(node)
+            if factor is not None:
+                return _Link(factor[0], (*link.scales, node.index), link.region)
+        return None
+
+    def _through_concatenation(self, link: _Link, node: Node) -> _Link | None:
+        """A concatenation is the stream when all its moving parts are cut from the same value."""
+        parts = [i for i in node.inputs if self.nodes[i].data or self.nodes[i].learned]
+        if not parts:
+            return None
+        if len(parts) == 1:
+            return _Link(parts[0], link.scales, link.region)
+        chains = [[step.node for step in self._stream_chain(part)] for part in parts]
+        shared = set(chains[0]).intersection(*chains[1:])
+        return _Link(max(shared), link.scales, None) if shared else None
+
+    def _factor(self, node: Node) -> tuple[int, int] | None:
+        """(moving operand, constant or learned operand) of a product with something that does not see the data."""
+        left, right = node.inputs
+        if self._moves(left) and not self._moves(right):
+            return left, right
+        if self._moves(right) and not self._moves(left):
+            return right, left
+        return None
+
+    def _moves(self, index: int) -> bool:
+        return self.nodes[index].data
+
+    # ---------------------------------------------------------------- ancestors and interior
+
+    def _ancestors_among(self, chain: list[_Link], start: int) -> Iterator[_Link]:
+        """The links of the chain that ``start`` is computed from, nearest first; the search is local."""
+        wanted = {link.node: link for link in chain if link.node < start}
+        if not wanted:
+            return
+        lowest = min(wanted)
+        queue, seen = [-start], {start}
+        while queue:
+            current = -heapq.heappop(queue)
+            if current in wanted:
+                yield wanted[current]
+            if current <= lowest:
+                return
+            earlier = self.found.get(current)
+            if earlier is not None and earlier.root < lowest and not self._on_stream(lowest, earlier.root):
+                return
+            for source in self.nodes[current].inputs:
+                if source >= lowest and source not in seen:
+                    seen.add(source)
+                    heapq.heappush(queue, -source)
+
+    def _on_stream(self, node: int, root: int) -> bool:
+        known = self.found.get(node)
+        return node == root or (known is not None and known.root == root)
+
+    def _interior(self, link: _Link, end: int, inside: str | None = None) -> frozenset[int] | None:
+        """Nodes between a value and ``end`` that depend on it; None when ``end`` does not."""
+        start, seen, stack = link.node, {end}, [end]
+        while stack:
+            for source in self.nodes[stack.pop()].inputs:
+                if source > start and source not in seen and self._is_inside(source, inside):
+                    seen.add(source)
+                    stack.append(source)
+        interior: set[int] = set()
+        for index in sorted(seen):
+            node = self.nodes[index]
+            if link.region is not None and node.op == "part" and node.region != link.region:
+                sources: tuple[int, ...] = tuple(i for i in node.inputs if i != start)
+            else:
+                sources = node.inputs
+            if any(i == start or i in interior for i in sources):
+                interior.add(index)
+        return frozenset(interior) if end in interior else None
+
+    def _is_inside(self, node: int, block: str | None) -> bool:
+        if not block:
+            return True
+        owner = self.graph.owner(node)
+        return owner == block or owner.startswith(block + ".")
+
+    # ---------------------------------------------------------------- what counts as a branch
+
+    def _is_branch(self, start: int, end: int, interior: frozenset[int], block: str) -> bool:
+        return (
+            self._learns(start, interior)
+            and not self._enters_stream(start, interior)
+            and not self._is_fused_kernel(start, end, interior)
+            and not self._is_u_shaped(start, end, interior, block)
+        )
+
+    def _learns(self, start: int, interior: frozenset[int]) -> bool:
+        """Whether a learned layer or norm lies between; a lone factor or bias is arithmetic, not a branch."""
+        return any(
+            self.nodes[i].learned and not self.nodes[i].data and i != start and i not in interior
+            for index in interior
+            if self._is_learned_step(self.nodes[index])
+            for i in self.nodes[index].inputs
+        )
+
+    def _is_learned_step(self, node: Node) -> bool:
+        if node.op == "mul":
+            return any(self.nodes[i].op == "norm" for i in node.inputs)
+        return node.op not in _SELECTIONS
+
+    def _enters_stream(self, start: int, interior: frozenset[int]) -> bool:
+        """Whether the supposed branch runs through a stream that began elsewhere (a bias or mask shared by layers)."""
+        for index in interior:
+            earlier = self.found.get(index)
+            if earlier is not None and earlier.skip != start and earlier.skip not in interior:
+                return True
+        return False
+
+    def _is_blend(self, total: int, start: int) -> bool:
+        """Whether the sum is only ever multiplied by something computed from the stream: a gated update, no stream."""
+        stack, others = list(self.readers[total]), []
+        while stack:
+            node = self.nodes[stack.pop()]
+            if node.op in ("view", "clone", "scale"):
+                stack.extend(self.readers[node.index])
+            elif node.op == "mul" and node.inputs[0] != node.inputs[1]:
+                others.append(node)
+            else:
+                return False
+        return bool(others) and all(self._gated_by_stream(node, total, start) for node in others)
+
+    def _gated_by_stream(self, product: Node, total: int, start: int) -> bool:
+        shown = {total, *(link.node for i in product.inputs for link in self._stream_chain(i) if link.node == total)}
+        factors = [i for i in product.inputs if not shown & {link.node for link in self._stream_chain(i)}]
+        return all(self._interior(_Link(start), i) and not self._interior(_Link(total), i) for i in factors)
+
+    def _is_fused_kernel(self, start: int, end: int, interior: frozenset[int]) -> bool:
+        """Parallel linear paths of one input that could be one kernel: ``conv3(x) + conv1(x) + x``."""
+        summands = self._summands(end)
+        return len(summands) > 1 and all(
+            _Depth(self, start, interior).of(s) == (1, False) for s in summands if s in interior
+        )
+
+    def _summands(self, end: int) -> list[int]:
+        stack, leaves = [end], []
+        while stack:
+            node = self.nodes[stack.pop()]
+            if node.op == "add" and all(self.nodes[i].data for i in node.inputs) and node.index not in self.found:
+                stack.extend(node.inputs)
+            elif node.op in ("view", "scale", "clone") or (node.op == "shift" and node.number == 0):
+                stack.append(node.inputs[0])
+            else:
+                leaves.append(node.index)
+        return leaves
+
+    def _is_u_shaped(self, start: int, end: int, interior: frozenset[int], block: str) -> bool:
+        """Every path goes down in resolution and up again through several modules: a U-Net's skip, no branch."""
+        if self.nodes[start].shape != self.nodes[end].shape:
+            return False
+        clean, children = {start}, set()
+        for index in sorted(interior):
+            node = self.nodes[index]
+            sources = [i for i in node.inputs if i == start or i in interior]
+            shrinks = self._shrinks(node)
+            if shrinks:
+                children.add(child_of(self.graph.owner(index), block))
+            if not shrinks and any(i in clean for i in sources):
+                clean.add(index)
+        if end in clean:
+            return False
+        children |= {child_of(self.graph.owner(i), block) for i in interior if self._grows(self.nodes[i])}
+        return len(children) > 1 or "" in children
+
+    def _shrinks(self, node: Node) -> bool:
+        return (node.op == "conv" or node.op in ops.DOWNSAMPLES) and self._growth(node) <= 0.6
+
+    def _grows(self, node: Node) -> bool:
+        return (node.op == "conv" or node.op.lstrip("_").startswith(("upsample", "pixel_shuffle"))) and self._growth(
+            node
+        ) >= 1.5
+
+    def _growth(self, node: Node) -> float:
+        before = math.prod(self.nodes[node.inputs[0]].shape[2:])
+        return math.prod(node.shape[2:]) / before if before else 1.0
+
+    # ---------------------------------------------------------------- projection skip
+
+    def _projection(self, node: Node, skip: int, branch: int, address: Address) -> Addition | None:
+        chain = self._projection_chain(skip)
+        wanted = [link for link in chain if link.layers or link.norms]
+        for link in sorted(wanted, key=lambda item: -item.node):
+            if link.node >= branch:
+                continue
+            interior = self._interior(link, branch, inside=address.block)
+            if interior is None or not self._learns(link.node, interior) or self._enters_stream(link.node, interior):
+                continue
+            layers, curved = _Depth(self, link.node, interior).of(branch)
+            if layers and layers + curved > max(1, link.layers) and not self._samples_noise(interior):
+                return Addition(
+                    node.index, skip, branch, link.node, True, link.scales, interior, address.block, address
+                )
+            return None
+        return None
+
+    def _projection_chain(self, start: int) -> list[_Link]:
+        """From a summand back through at most one layer, norms and pooling, without any activation."""
+        chain = [_Link(start)]
+        while len(chain) < _WALK_LIMIT:
+            link = chain[-1]
+            node = self.nodes[link.node]
+            step: _Link | None = None
+            if node.op == "norm":
+                step = _Link(node.inputs[0], link.scales, None, link.layers, link.norms + 1)
+            elif node.op in ("conv", "mm") and link.layers == 0:
+                factor = self._factor(node)
+                if factor is not None and self.nodes[factor[1]].learned:
+                    step = _Link(factor[0], link.scales, None, 1, link.norms)
+            elif node.op in ("mul", "add"):
+                factor = self._factor(node)
+                if factor is not None:
+                    step = _Link(factor[0], link.scales, None, link.layers, link.norms)
+            elif node.op != "part" and node.op in _STREAM_OPS:
+                passed = self._stream_step(link)
+                step = None if passed is None else _Link(passed.node, passed.scales, None, link.layers, link.norms)
+            if step is None:
+                return chain
+            chain.append(step)
+        return chain
+
+    def _samples_noise(self, interior: frozenset[int]) -> bool:
+        """Whether the supposed branch is a random draw (``mean + eps * std``)."""
+        return any(self.nodes[i].op in ops.NORMAL_NOISE for index in interior for i in self.nodes[index].inputs)
+
+    # ---------------------------------------------------------------- streams and clean-up
+
+    def _link(self, addition: Addition) -> None:
+        """Follow the skip back to the addition before it on the same stream, noting what lies between."""
+        current, between = addition.skip, []
+        for _ in range(_WALK_LIMIT):
+            earlier = self.found.get(current)
+            if earlier is not None:
+                addition.previous, addition.root = earlier, earlier.root
+                break
+            node = self.nodes[current]
+            moving = [i for i in node.inputs if self.nodes[i].data] or list(node.inputs[:1])
+            if len(set(moving)) != 1:
+                break
+            if node.op != "view":
+                between.append(current)
+            current = moving[0]
+        addition.between = tuple(reversed(between))
+        if addition.previous is None:
+            addition.root = addition.skip
+
+    def _drop_summands(self) -> None:
+        """``(conv(n) + mlp(n)) + x`` is one branch with two summands, not a projection inside a branch."""
+        for addition in list(self.found.values()):
+            if addition.projection or addition.node not in self.found:
+                continue
+            stack = [addition.branch]
+            while stack:
+                node = self.nodes[stack.pop()]
+                inner = self.found.get(node.index)
+                if inner is not None and inner.projection and inner.stream != addition.node:
+                    del self.found[node.index]
+                    self._relink(inner)
+                if inner is None or inner.projection:
+                    if node.op == "add":
+                        stack.extend(node.inputs)
+                    elif node.op in ("view", "scale", "clone"):
+                        stack.append(node.inputs[0])
+
+    def _drop_inner_scaled(self) -> None:
+        """A learned factor on the skip of a sum inside a branch is that branch's own arithmetic (a D term, a mix)."""
+        scaled = [a for a in self.found.values() if any(self.nodes[i].op == "mul" for i in a.scales)]
+        for addition in scaled:
+            if any(
+                addition.node in other.interior and not other.scales
+                for other in self.found.values()
+                if other is not addition and other.node > addition.node
+            ):
+                del self.found[addition.node]
+                self._relink(addition)
+
+    def _relink(self, gone: Addition) -> None:
+        for addition in self.found.values():
+            if addition.previous is gone:
+                addition.previous = None
+                self._link(addition)
+
+
+class _Depth:
+    """For nodes of a branch: learned layers in series from its start, and whether a non-linear function lies between."""
+
+    def __init__(self, finder: _Finder, start: int, interior: frozenset[int]) -> None:
+        self.depth: dict[int, tuple[int, bool]] = {start: (0, False)}
+        nodes = finder.nodes
+        for index in sorted(interior):
+            node = nodes[index]
+            before = [self.depth[i] for i in node.inputs if i in self.depth]
+            layers, curved = max(d[0] for d in before), any(d[1] for d in before)
+            learned = any(nodes[i].learned and not nodes[i].data for i in node.inputs)
+            if node.op in ops.LAYERS and learned:
+                layers += 1
+            product = node.op in ops.PRODUCTS and len(before) > 1
+            curved = curved or product or not (node.op in _LINEAR_OPS or node.op in ops.PRODUCTS)
+            self.depth[index] = (layers, curved)
+
+    def of(self, node: int) -> tuple[int, bool]:
+        return self.depth.get(node, (0, False))
+
+
+def child_of(owner: str, block: str) -> str:
+    """First name below ``block`` on the way to ``owner``; empty for the block itself."""
+    rest = owner[len(block) + 1 :] if block and owner.startswith(block + ".") else ("" if owner == block else owner)
+    return rest.split(".")[0]

@@ -1,0 +1,331 @@
+"""Values and errors of one observed step, and which link of the chain rule failed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+
+from lit_resinit import ops
+from lit_resinit.identity import IdentityProbe, peak_of, to_host
+from lit_resinit.plan import ResidualPlan
+from lit_resinit.trace import Call, Graph, clean_name
+
+EPS = float(torch.finfo(torch.float32).eps)
+_NOISE = 32 * EPS
+_REASONS = 8
+
+ReasonKind = Literal["factor", "slope", "cancel", "data", "unreached"]
+State = Literal["live", "zero", "noise", "nonfinite", "absent"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reason:
+    """Why an error became zero at one operation.
+
+    ``factor``: another factor of a product is zero, because of ``parameters`` (empty: because of a constant);
+    ``slope``: the function has slope zero there; ``cancel``: the terms cancel and rounding is left; ``data``: the values
+    of this batch; ``unreached``: the operation's output is not used by the loss.
+    """
+
+    kind: ReasonKind
+    call: int
+    parameters: frozenset[str] = frozenset()
+
+
+class GradientProbe(IdentityProbe):
+    """An identity probe that also hooks the autograd graph, to see the error on both sides of every operation."""
+
+    def __init__(self, model: nn.Module, plan: ResidualPlan, inputs: Any = ()) -> None:
+        super().__init__(model, plan, inputs)
+        self._functions: dict[int, tuple[Any, int]] = {}
+        self._handles: list[Any] = []
+        self._fresh: list[Tensor] = []
+        self._errors: list[Tensor] = []
+        self._arriving: dict[int, int] = {}
+        self._edges: list[tuple[int, int | str, int]] = []
+        self._parameter_names = {id(p): clean_name(n) for n, p in model.named_parameters()}
+
+    def _begin(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        for tensor in self._fresh:
+            self.link(tensor)
+        self._fresh = []
+        for value in (*args, *kwargs.values()):
+            for tensor in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(tensor, Tensor):
+                    self.link(tensor)
+        return super()._begin(func, args, kwargs)
+
+    def _finish(self, call: Call, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        super()._finish(call, func, args, kwargs, out)
+        self._fresh = [t for t in (out if isinstance(out, list | tuple) else (out,)) if isinstance(t, Tensor)]
+
+    def _leaf(self, tensor: Tensor, op: str, name: str, *, data: bool = False, learned: bool = False) -> int:
+        index = super()._leaf(tensor, op, name, data=data, learned=learned)
+        if op in ("input", "constant", "buffer"):
+            self._note_peak(index, tensor)
+        return index
+
+    def link(self, tensor: Tensor) -> None:
+        """Note which operation the autograd function behind a tensor belongs to, and hook it."""
+        function = tensor.grad_fn
+        if function is None or id(function) in self._functions:
+            return
+        node = self._find(tensor)
+        call = self.graph.nodes[node].call if node is not None else -1
+        if call < 0:
+            return
+        self._functions[id(function)] = function, call
+        self._handles.append(function.register_hook(functools.partial(self._on_backward, function, call)))
+
+    def _on_backward(self, function: Any, call: int, grad_inputs: Any, grad_outputs: Any) -> None:
+        arriving = [p for p in (peak_of(g) for g in grad_outputs if g is not None) if p is not None]
+        if arriving:
+            self._arriving[call] = self._push(functools.reduce(torch.maximum, arriving))
+        for grad, (target, _) in zip(grad_inputs, function.next_functions, strict=False):
+            peak = peak_of(grad) if grad is not None and target is not None else None
+            if peak is None:
+                continue
+            variable = getattr(target, "variable", None)
+            known = self._functions.get(id(target))
+            name = self._parameter_names.get(id(variable)) if variable is not None else None
+            key: int | str | None = name if name is not None else known[1] if known is not None else None
+            if key is not None:
+                self._edges.append((call, key, self._push(peak)))
+
+    def _push(self, peak: Tensor) -> int:
+        self._errors.append(peak)
+        return len(self._errors) - 1
+
+    def flow(self) -> Flow:
+        """Everything that was seen, as numbers."""
+        errors = to_host(self._errors)
+        arriving = {call: errors[i] for call, i in self._arriving.items()}
+        edges: dict[int | str, list[tuple[int, float]]] = {}
+        for consumer, target, i in self._edges:
+            edges.setdefault(target, []).append((consumer, errors[i]))
+        leaves = [n for n in self.graph.nodes if n.op == "parameter"]
+        sizes = [peak_of(self._model_parameters[n.name]) for n in leaves]
+        known = to_host([torch.full((), math.nan) if s is None else s for s in sizes])
+        values = self.peaks() | {n.index: v for n, v in zip(leaves, known, strict=True)}
+        frozen = {n for n, p in self._model_parameters.items() if not p.requires_grad}
+        return Flow(self.graph, values, arriving, edges, dict(self.addition_calls), frozen)
+
+    def release(self) -> None:
+        """Remove every hook and let go of every tensor and graph."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._fresh, self._functions = [], [], {}
+        self._memory.clear()
+        self._objects.clear()
+        self._entering.clear()
+
+
+class Flow:
+    """The chain rule of one step, operation by operation.
+
+    Args:
+        graph: The recorded forward.
+        values: Largest absolute value of every node.
+        arriving: Largest absolute error that arrived at every operation's output.
+        edges: For an operation or a parameter: which operations sent it an error, and how large.
+        additions: Operation of every residual addition by branch name.
+        frozen: Parameters without a gradient.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        values: dict[int, float],
+        arriving: dict[int, float],
+        edges: dict[int | str, list[tuple[int, float]]],
+        additions: dict[str, int],
+        frozen: set[str],
+    ) -> None:
+        self.graph, self.values, self.arriving, self.edges = graph, values, arriving, edges
+        self.additions, self.frozen = additions, frozen
+        self.leaves = {n.name: n.index for n in graph.nodes if n.op == "parameter"}
+        self._spelled: dict[int, list[int]] = {}
+        for node in graph.nodes:
+            if node.call >= 0:
+                self._spelled.setdefault(node.call, []).append(node.index)
+        self._explained: dict[int, frozenset[str]] = {}
+        self._probes: dict[tuple[object, ...], tuple[float, float] | None] = {}
+        self.state: dict[int, State] = {}
+        self.reasons: dict[int, tuple[Reason, ...]] = {}
+        self.births: dict[int, tuple[int, ...]] = {}
+        for call in range(len(graph.calls) - 1, -1, -1):
+            self._judge_call(call)
+
+    # ---------------------------------------------------------------- one operation after the other, from the loss back
+
+    def _judge_call(self, call: int) -> None:
+        error = self.arriving.get(call)
+        edges = self.edges.get(call, [])
+        if error is None:
+            self.state[call], self.reasons[call] = "absent", (Reason("unreached", call),)
+        elif not math.isfinite(error):
+            self.state[call] = "nonfinite"
+            self.births[call] = self.births_of(edges) or (call,)
+        elif error == 0.0:
+            self.state[call], self.reasons[call] = "zero", self.reasons_of(call, edges) or (Reason("data", call),)
+        elif self.is_noise(edges, error):
+            self.state[call], self.reasons[call] = "noise", self.reasons_of(call, edges)
+        else:
+            self.state[call] = "live"
+
+    def is_noise(self, edges: list[tuple[int, float]], total: float) -> bool:
+        """Whether an error is what rounding left of terms that cancel."""
+        if not edges:
+            return False
+        if all(size == 0.0 or self._edge_is_noise(consumer, size) for consumer, size in edges):
+            return True
+        return len(edges) > 1 and total <= _NOISE * max(size for _, size in edges)
+
+    def _edge_is_noise(self, consumer: int, size: float) -> bool:
+        return self.state[consumer] == "noise" or self._cancels(consumer, size)
+
+    def _cancels(self, call: int, size: float) -> bool:
+        """A norm or softmax subtracts means from the error: what is left may be rounding only."""
+        base, outputs = ops.base_name(self.graph.calls[call].func), self.graph.calls[call].outputs
+        if base in ("_softmax", "_log_softmax", "_safe_softmax"):
+            gain = 1.0
+        elif base in ops.NORMS and len(outputs) > 1:
+            gain = self.values.get(outputs[min(2, len(outputs) - 1)], 0.0)
+        else:
+            return False
+        return size <= _NOISE * gain * self.arriving.get(call, 0.0)
+
+    def reasons_of(self, target: int | str, edges: list[tuple[int, float]]) -> tuple[Reason, ...]:
+        """Why the sum of these errors is zero (or noise)."""
+        found: dict[Reason, None] = {}
+        for consumer, size in edges:
+            if self.state[consumer] in ("zero", "noise"):
+                found |= dict.fromkeys(self.reasons[consumer])
+            elif size != 0.0:
+                found[Reason("cancel", consumer)] = None
+            else:
+                found |= dict.fromkeys(self._local(consumer, target))
+        ordered = sorted(found, key=lambda r: r.kind != "factor" or not r.parameters)
+        return tuple(ordered[:_REASONS])
+
+    def births_of(self, edges: list[tuple[int, float]]) -> tuple[int, ...]:
+        """The operations that turned a finite error into NaN or inf."""
+        found: dict[int, None] = {}
+        for consumer, size in edges:
+            if not math.isfinite(size):
+                found |= dict.fromkeys(self.births.get(consumer, (consumer,)))
+        return tuple(found)[:_REASONS]
+
+    # ---------------------------------------------------------------- the broken link
+
+    def _local(self, call: int, target: int | str) -> list[Reason]:
+        """Why one operation sends nothing to one of its inputs although an error arrives at its output."""
+        record, nodes = self.graph.calls[call], self.graph.nodes
+        operands = [
+            i for i in record.inputs if (nodes[i].name == target if isinstance(target, str) else nodes[i].call == target)
+        ]
+        reasons = []
+        for operand in operands:
+            zeros = [p for p in self._partners(call, operand) if self._value(p) == 0.0]
+            if zeros:
+                names = frozenset[str]().union(*(self.explain_zero(z) for z in zeros))
+                kind: ReasonKind = "data" if "<data>" in names and len(names) == 1 else "factor"
+                reasons.append(Reason(kind, call, names - {"<data>", "<constant>"}))
+            elif self._value(operand) == 0.0:
+                names = self.explain_zero(operand)
+                reasons.append(Reason("data" if names == {"<data>"} else "slope", call, names - {"<data>", "<constant>"}))
+            else:
+                reasons.append(Reason("data", call))
+        return reasons or [Reason("data", call)]
+
+    def _value(self, node: int) -> float | None:
+        known = self.values.get(node)
+        if known is None and self.graph.nodes[node].op in ("view", "clone", "_to_copy"):
+            return self._value(self.graph.nodes[node].inputs[0])
+        return known
+
+    def _partners(self, call: int, operand: int) -> list[int]:
+        """What one operation multiplies an operand with, including the condition of a selection."""
+        reached, partners = {operand}, []
+        for index in self._spelled.get(call, ()):
+            node = self.graph.nodes[index]
+            if not reached.intersection(node.inputs):
+                continue
+            if node.op in ops.PRODUCTS:
+                partners += [i for i in node.inputs if i not in reached] or list(node.inputs[:1])
+            elif node.op in ("where", "masked_fill"):
+                partners += [i for i in node.inputs if i != operand][:1]
+            reached.add(index)
+        return partners
+
+    def explain_zero(self, node: int) -> frozenset[str]:
+        """The zero parameters behind an all-zero value; ``<data>`` or ``<constant>`` where none is."""
+        if node in self._explained:
+            return self._explained[node]
+        self._explained[node] = frozenset()
+        found: set[str] = set()
+        stack, seen = [node], {node}
+        while stack:
+            current = self.graph.nodes[stack.pop()]
+            if current.op == "parameter":
+                found.add(current.name)
+            elif current.op == "input" or current.noise or (current.op == "scale" and current.number == 0):
+                found.add("<data>")
+            elif not current.inputs:
+                found.add("<constant>")
+            else:
+                zero = self._zero_sources(current.index)
+                if not zero:
+                    found.add("<data>" if current.data else "<constant>")
+                fresh = [i for i in zero if i not in seen]
+                seen.update(fresh)
+                stack += fresh
+        if len(found) > 1:
+            found.discard("<constant>")
+        self._explained[node] = frozenset(found)
+        return self._explained[node]
+
+    def _zero_sources(self, index: int) -> list[int]:
+        node = self.graph.nodes[index]
+        if node.learned and not node.data:
+            return list(node.inputs)
+        inputs = node.inputs
+        if node.op in ops.PRODUCTS and node.call >= 0:
+            return [i for i in inputs if self._value(i) == 0.0]
+        return [i for i in inputs if self._value(i) == 0.0 or (i not in self.values and self.graph.nodes[i].call == node.call)]
+
+    # ---------------------------------------------------------------- sizes along the way
+
+    def steps_between(self, first: int, last: int) -> list[tuple[float, int]]:
+        """(error out / error in, operation) for every operation between two, the error running backwards."""
+        steps = []
+        for target in range(first, last):
+            for consumer, size in self.edges.get(target, ()):
+                arriving = self.arriving.get(consumer, 0.0)
+                if consumer <= last and arriving > 0.0 and math.isfinite(size):
+                    steps.append((size / arriving, consumer))
+        return steps
+
+    def reader(self, name: str) -> int | None:
+        """The operation in which a parameter meets the data: the product, addition or kernel that reads it."""
+        leaf = self.leaves.get(name)
+        for node in self.graph.nodes if leaf is not None else ():
+            if node.call >= 0 and node.data and any(self._shows(i, leaf) for i in node.inputs):
+                return node.call
+        return None
+
+    def _shows(self, node: int, leaf: int | None) -> bool:
+        for _ in range(16):
+            if node == leaf:
+                return True
+            current = self.graph.nodes[node]
+            if current.data or not current.learned or not current.inputs:
+                return False
+            node = next((i for i in current.inputs if self.graph.nodes[i].learned), current.inputs[0])
+        return False

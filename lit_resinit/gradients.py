@@ -1,0 +1,537 @@
+"""Is every gate alive, asleep or dead? And where is the broken link?"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lit_resinit import ops
+from lit_resinit.errors import GradientError
+from lit_resinit.flow import Flow, GradientProbe, Reason
+from lit_resinit.identity import IdentityReport, holds, peak_of, to_host
+from lit_resinit.plan import ResidualPlan, together
+from lit_resinit.trace import clean_name
+
+Status = Literal["alive", "asleep", "dead", "missing", "nonfinite", "exploding"]
+EXPLODING = 1e6  # times the median over gates
+SLOW = 1e-3  # slope below which a start is slow
+ALARMS: tuple[Status, ...] = ("nonfinite", "dead", "missing")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GateGradient:
+    """The verdict on one gate, one bias closed with it, or one zero layer.
+
+    Args:
+        parameter: Dotted name.
+        status: See :class:`GradientReport`.
+        cause: One sentence; empty when alive.
+        waits_for: The zero parameter that an asleep gate waits for; None when it waits for other data.
+        source: ``file.py:line`` of the operation to blame, when known.
+        slope: Size of the error at the gate's output over that at the branch's end; NaN when unknown.
+        size: Largest absolute gradient.
+        branch: Name of its branch; empty for a zero layer.
+        role: ``gate``, ``bias`` or ``zero layer``.
+        attenuated_by: The operation that makes a small slope, with its line.
+    """
+
+    parameter: str
+    status: Status
+    cause: str = ""
+    waits_for: str | None = None
+    source: str = ""
+    slope: float = math.nan
+    size: float = math.nan
+    branch: str = ""
+    role: Literal["gate", "bias", "zero layer"] = "gate"
+    attenuated_by: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GradientReport:
+    """One verdict for every gate, the biases closed with it, and every zero layer, keyed by parameter name.
+
+    ``alive``: it learns. ``asleep``: exactly zero, explained by what training or the next batch changes. ``dead``:
+    exactly zero (or rounding noise) for good. ``missing``: no gradient at all. ``nonfinite``: NaN or inf. ``exploding``:
+    more than a million times the median.
+    """
+
+    gates: dict[str, GateGradient]
+
+    @property
+    def alarms(self) -> tuple[GateGradient, ...]:
+        """The verdicts that stop a run, the origin first."""
+        found = [g for g in self.gates.values() if g.status in ALARMS]
+        return tuple(sorted(found, key=lambda g: (ALARMS.index(g.status), g.cause.startswith("inherits"))))
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing stops the run."""
+        return not self.alarms
+
+    def __str__(self) -> str:
+        return describe(self)
+
+    def raise_if_dead(self) -> None:
+        """Raise when a gate is dead, missing or nonfinite.
+
+        Raises:
+            GradientError: Naming the gate, the broken link and the line; the others are counted.
+        """
+        if not self.ok:
+            raise GradientError(describe(self), self)
+
+
+# -------------------------------------------------------------------- judging
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Judged:
+    name: str
+    branch: str
+    role: Literal["gate", "bias", "zero layer"]
+    gate: str
+
+
+def judged_parameters(plan: ResidualPlan) -> list[_Judged]:
+    """What is judged: gates, then the biases closed with them, then the zero layers."""
+    found: dict[str, _Judged] = {}
+    for branch in plan.active if plan.gates else ():
+        for gate in branch.gates:
+            found.setdefault(gate.parameter, _Judged(gate.parameter, branch.name, "gate", gate.parameter))
+    for branch in plan.active if plan.gates else ():
+        for gate in branch.gates:
+            for bias in gate.biases:
+                found.setdefault(bias, _Judged(bias, branch.name, "bias", gate.parameter))
+    for name in plan.zero_layers:
+        found.setdefault(name, _Judged(name, "", "zero layer", name))
+    return list(found.values())
+
+
+def check_gradients(model: nn.Module, plan: ResidualPlan, flow: Flow | None = None) -> GradientReport:
+    """Judge the gradients that ``loss.backward()`` left on the gates.
+
+    The gradient of a gate ``g`` on ``u(x)`` is the error that arrives, times ``u(x)``: it is zero when one of the two
+    is. Whether training can change that is known exactly after :func:`observe`; from the gradients alone, a zero one
+    counts as asleep while another zero parameter of the plan is alive.
+
+    Args:
+        model: The model, after one backward.
+        plan: The plan.
+        flow: What :func:`observe` saw, if it was used.
+
+    Returns:
+        One verdict for each gate, bias and zero layer.
+
+    Example:
+        >>> from lit_resinit import apply_, make_plan
+        >>> layer, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(2, 3, 8)
+        >>> plan = make_plan(layer, x)
+        >>> apply_(layer, plan)(x).square().sum().backward()
+        >>> {g.status for g in check_gradients(layer, plan).gates.values()}
+        {'alive'}
+    """
+    return _Judge(model, plan, flow).report()
+
+
+class _Judge:
+    def __init__(self, model: nn.Module, plan: ResidualPlan, flow: Flow | None) -> None:
+        self.plan, self.flow = plan, flow
+        self.parameters = {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
+        self.judged = judged_parameters(plan)
+        self.sizes = gradient_sizes(self.parameters)
+        self._movable: dict[str, bool] = {}
+        self.executed = set(flow.leaves) if flow is not None else set(self.parameters)
+
+    def report(self) -> GradientReport:
+        verdicts = {j.name: self._verdict(j) for j in self.judged}
+        self._mark_exploding(verdicts)
+        self._mark_origin(verdicts)
+        for judged in self.judged:
+            verdict, gate = verdicts[judged.name], verdicts[judged.gate]
+            if judged.role == "bias" and gate.status == "alive" and verdict.status == "dead":
+                note = f"its own gradient vanishes ({verdict.cause}), which does no harm while {judged.gate} is alive"
+                verdicts[judged.name] = dataclasses.replace(verdict, status="alive", cause=note)
+        return GradientReport(verdicts)
+
+    def _verdict(self, judged: _Judged) -> GateGradient:
+        size = self.sizes.get(judged.name)
+        parameter = self.parameters.get(judged.name)
+
+        def verdict(status: Status, cause: str = "", **more: Any) -> GateGradient:
+            size_ = math.nan if size is None else size
+            return GateGradient(judged.name, status, cause, size=size_, branch=judged.branch, role=judged.role, **more)
+
+        if parameter is None:
+            return verdict("missing", "the model has no such parameter; apply the plan first")
+        if size is None:
+            return self._without_gradient(judged, parameter, verdict)
+        if not math.isfinite(size):
+            return self._nonfinite(judged, verdict)
+        edges = self.flow.edges.get(judged.name, []) if self.flow is not None else []
+        if size != 0.0 and not (edges and self.flow is not None and self.flow.is_noise(edges, size)):
+            return verdict("alive", self._silent_elements(parameter), **self._slope(judged))
+        return self._zero(judged, edges, verdict)
+
+    def _without_gradient(self, judged: _Judged, parameter: nn.Parameter, verdict: Any) -> GateGradient:
+        if not parameter.requires_grad:
+            return verdict("missing", "it is frozen (requires_grad is False), so its branch stays closed for good")  # type: ignore[no-any-return]
+        reader = self.flow.reader(judged.name) if self.flow is not None else 0
+        if reader is None:
+            return verdict("asleep", "this batch did not run its branch")  # type: ignore[no-any-return]
+        source = self.flow.graph.calls[reader].source if self.flow is not None else ""
+        why = (
+            "it was read in the forward, but no gradient came back: its output is detached, unused by the loss, or computed "
+            "without gradients (activation checkpointing with use_reentrant=True on an input that needs none)"
+        )
+        return verdict("missing", why, source=source)  # type: ignore[no-any-return]
+
+    def _silent_elements(self, parameter: nn.Parameter) -> str:
+        grad = parameter.grad
+        if grad is None or grad.numel() < 2 or grad.is_sparse:
+            return ""
+        silent = int((grad == 0).sum())
+        return f"{silent} of {grad.numel()} elements have no gradient" if silent else ""
+
+    # ---------------------------------------------------------------- zero
+
+    def _zero(self, judged: _Judged, edges: list[tuple[int, float]], verdict: Any) -> GateGradient:
+        if self.flow is None:
+            other = next((n for n in self._zero_and_alive() if n != judged.name), None)
+            if other is not None:
+                return verdict("asleep", f"no error arrives while {other} is zero, and {other} learns", waits_for=other)  # type: ignore[no-any-return]
+            return verdict("dead", "its gradient is exactly zero, and no zero parameter that learns explains it")  # type: ignore[no-any-return]
+        reasons = self.flow.reasons_of(judged.name, edges)
+        if not reasons:
+            return verdict("asleep", "this batch sent it no error")  # type: ignore[no-any-return]
+        for reason in reasons:
+            others = sorted(reason.parameters - {judged.name})
+            mover = next((n for n in others if self.is_movable(n, frozenset({judged.name}))), None)
+            if mover is not None:
+                cause = f"no error arrives while {mover} is zero, and {mover} learns"
+                return verdict("asleep", cause, waits_for=mover)  # type: ignore[no-any-return]
+        if any(r.kind == "data" for r in reasons):
+            return verdict("asleep", "this batch sent it no error (masked, dropped or cut off)")  # type: ignore[no-any-return]
+        reason = min(reasons, key=lambda r: r.call)
+        return verdict("dead", self._broken_link(judged, reason), source=self.flow.graph.calls[reason.call].source)  # type: ignore[no-any-return]
+
+    def _zero_and_alive(self) -> list[str]:
+        return [
+            n
+            for n in (j.name for j in self.judged)
+            if n in self.parameters and self.sizes.get(n) and holds(self.parameters[n], 0.0)
+        ]
+
+    def is_movable(self, name: str, visiting: frozenset[str] = frozenset()) -> bool:
+        """Whether training moves a parameter: it has a gradient now, or waits for one that has."""
+        if name in self._movable:
+            return self._movable[name]
+        if name in visiting or len(visiting) > 50:
+            return False
+        size = self.sizes.get(name)
+        if size is None or self.flow is None or not self.parameters[name].requires_grad:
+            moves = False
+        elif size != 0.0:
+            moves = not self.flow.is_noise(self.flow.edges.get(name, []), size)
+        else:
+            reasons = self.flow.reasons_of(name, self.flow.edges.get(name, []))
+            below = visiting | {name}
+            moves = any(r.kind == "data" or any(self.is_movable(n, below) for n in r.parameters) for r in reasons)
+        if moves or not visiting:
+            self._movable[name] = moves
+        return moves
+
+    def _broken_link(self, judged: _Judged, reason: Reason) -> str:
+        assert self.flow is not None
+        call = self.flow.graph.calls[reason.call]
+        op, reader = ops.base_name(call.func), self.flow.reader(judged.name)
+        end = self.flow.additions.get(judged.branch, -1)
+        others = sorted(reason.parameters - {judged.name})
+        frozen = [n for n in others if n in self.flow.frozen]
+        why = {
+            "factor": f"`{op}` multiplies by zero",
+            "slope": f"`{op}` has slope zero at zero",
+            "cancel": f"the terms of `{op}` cancel, so the true gradient is zero and the computed one is rounding noise",
+            "unreached": "the loss does not use it",
+        }.get(reason.kind, f"`{op}` sends nothing back")
+        if frozen:
+            why += f", because {', '.join(frozen)} is zero and frozen"
+        elif others:
+            why += f", because {', '.join(others)} is zero too and has no gradient either"
+        elif judged.name in reason.parameters and reason.kind == "factor":
+            why += f", a value computed from the zero output of {judged.name} itself"
+        if reason.call == reader and reason.kind == "factor":
+            return f"the input of the gate is zero: {why}"
+        if end >= 0 and reason.call > end:
+            return f"no error arrives at the block: {why}"
+        return f"an operation between the gate and the end of the branch turns the error into zero: {why}"
+
+    # ---------------------------------------------------------------- nonfinite and exploding
+
+    def _nonfinite(self, judged: _Judged, verdict: Any) -> GateGradient:
+        if self.flow is None:
+            return verdict("nonfinite", "its gradient is NaN or inf; use `observe` to find the operation")  # type: ignore[no-any-return]
+        births = self.flow.births_of(self.flow.edges.get(judged.name, []))
+        if not births:
+            return verdict("nonfinite", "the loss itself sends NaN or inf")  # type: ignore[no-any-return]
+        birth = max(births)
+        call = self.flow.graph.calls[birth]
+        end = self.flow.additions.get(judged.branch, -1)
+        op = ops.base_name(call.func)
+        if end >= 0 and birth > end:
+            cause = f"inherits NaN or inf from `{op}` after its block, where the error was still finite"
+        else:
+            cause = (
+                f"`{op}` turns a finite error into NaN or inf: guard the argument of the operation, not its result "
+                "(its unselected branch still runs backward), or keep away from the point where it has no slope"
+            )
+        return verdict("nonfinite", cause, source=call.source)  # type: ignore[no-any-return]
+
+    def _mark_origin(self, verdicts: dict[str, GateGradient]) -> None:
+        """Where every affected gate only inherits the NaN, the loss (or the head) is the origin: say so once."""
+        bad = [v for v in verdicts.values() if v.status == "nonfinite"]
+        if not bad or not all(v.cause.startswith("inherits") for v in bad):
+            return
+        origin = bad[-1]
+        cause = origin.cause.replace("inherits NaN or inf from", "gets NaN or inf from") + (
+            ": the loss or what leads to it is not differentiable at the identity"
+        )
+        verdicts[origin.parameter] = dataclasses.replace(origin, cause=cause)
+
+    def _mark_exploding(self, verdicts: dict[str, GateGradient]) -> None:
+        sizes = [v.size for v in verdicts.values() if v.status == "alive" and v.role != "bias" and v.size > 0]
+        limit = EXPLODING * statistics.median(sizes) if len(sizes) > 1 else math.inf
+        for name, v in verdicts.items():
+            if v.status == "alive" and v.size > limit:
+                ratio = v.size / (limit / EXPLODING)
+                where, source = self._steepest(v)
+                cause = f"its gradient is {ratio:.1e} times the median over gates{where}: a normalisation of a zero vector"
+                verdicts[name] = dataclasses.replace(v, status="exploding", cause=cause, source=source)
+
+    def _steepest(self, v: GateGradient) -> tuple[str, str]:
+        steps = self._steps(v.parameter, v.branch)
+        if not steps or self.flow is None:
+            return "", ""
+        call = self.flow.graph.calls[max(steps)[1]]
+        return f", from `{ops.base_name(call.func)}`", call.source
+
+    # ---------------------------------------------------------------- slope
+
+    def _slope(self, judged: _Judged) -> dict[str, Any]:
+        if self.flow is None or judged.branch not in self.flow.additions:
+            return {}
+        reader, end = self.flow.reader(judged.name), self.flow.additions[judged.branch]
+        at_gate, at_end = self.flow.arriving.get(reader if reader is not None else -1), self.flow.arriving.get(end)
+        if not at_gate or not at_end or not math.isfinite(at_gate / at_end):
+            return {}
+        slope = at_gate / at_end
+        steps = self._steps(judged.name, judged.branch) if slope < SLOW else []
+        if not steps:
+            return {"slope": slope}
+        call = self.flow.graph.calls[min(steps)[1]]
+        return {"slope": slope, "attenuated_by": f"`{ops.base_name(call.func)}` at {call.source}"}
+
+    def _steps(self, name: str, branch: str) -> list[tuple[float, int]]:
+        if self.flow is None or branch not in self.flow.additions:
+            return []
+        reader = self.flow.reader(name)
+        return [] if reader is None else self.flow.steps_between(reader, self.flow.additions[branch])
+
+
+def gradient_sizes(parameters: dict[str, nn.Parameter]) -> dict[str, float]:
+    """Largest absolute gradient of every parameter that has one, in one transfer."""
+    grads: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        grad = parameter.grad
+        if grad is not None:
+            peak = peak_of(grad.coalesce().values() if grad.is_sparse else grad)
+            grads[name] = torch.zeros(()) if peak is None else peak
+    return dict(zip(grads, to_host(list(grads.values())), strict=True))
+
+
+# -------------------------------------------------------------------- observing one step
+
+
+class Observation:
+    """What :func:`observe` saw: ``identity`` once the forward is done, ``gradients`` after the block."""
+
+    def __init__(self, model: nn.Module, plan: ResidualPlan, inputs: Any = ()) -> None:
+        self._model, self._plan, self._inputs = model, plan, inputs
+        self._probe: GradientProbe | None = None
+        self._exit = contextlib.ExitStack()
+        self._identity: IdentityReport | None = None
+        self._gradients: GradientReport | None = None
+
+    @property
+    def identity(self) -> IdentityReport:
+        """Verdicts on the branches as the observed forward ran them."""
+        if self._identity is None:
+            if self._probe is None:
+                raise RuntimeError("Expected an observed forward but none ran inside `with observe(...)`")
+            self._identity = self._probe.identity()
+        return self._identity
+
+    @property
+    def gradients(self) -> GradientReport:
+        """Verdicts on the gates after the observed backward."""
+        if self._gradients is None:
+            raise RuntimeError("Expected a finished `with observe(...)` block around one forward and backward")
+        return self._gradients
+
+    def start(self) -> None:
+        """Begin to observe."""
+        self._exit.enter_context(torch.compiler.set_stance("force_eager"))
+        self._probe = GradientProbe(self._model, self._plan, self._inputs)
+        self._exit.enter_context(self._probe)
+
+    def stop(self) -> None:
+        """Stop recording operations; the hooks on the autograd graph stay until :meth:`finish`."""
+        self._exit.close()
+
+    def finish(self) -> None:
+        """Judge what was seen, and let go of everything that was held for it."""
+        self.stop()
+        if self._probe is not None:
+            _ = self.identity
+            self._gradients = check_gradients(self._model, self._plan, self._probe.flow())
+        self.close()
+
+    def link(self, loss: Tensor) -> None:
+        """Let the backward of ``loss`` itself be seen too."""
+        if self._probe is not None:
+            self._probe.link(loss)
+
+    def close(self) -> None:
+        """Leave no hook, mode or tensor behind."""
+        self._exit.close()
+        if self._probe is not None:
+            self._probe.release()
+            self._probe = None
+
+
+@contextlib.contextmanager
+def observe(model: nn.Module, plan: ResidualPlan, inputs: Any = ()) -> Iterator[Observation]:
+    """Watch one forward and backward of yours, and judge both.
+
+    Every operation is recorded with its module and line, every addition of the plan is compared with its skip, and the
+    error is measured on both sides of every operation of the backward pass. Nothing is computed twice and no value of
+    yours changes.
+
+    Args:
+        model: The model, with the plan applied.
+        plan: The plan.
+        inputs: The batch, if at hand; tensors in it count as data, everything unknown as a constant.
+
+    Yields:
+        An :class:`Observation`; ``identity`` and ``gradients`` are ready after the block.
+
+    Note:
+        Cost: at most four plain steps. Compiled modules run uncompiled inside.
+
+    Example:
+        >>> from lit_resinit import apply_, make_plan
+        >>> layer, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True), torch.randn(2, 3, 8)
+        >>> plan = make_plan(layer, x)
+        >>> _ = apply_(layer, plan)
+        >>> with observe(layer, plan, x) as seen:
+        ...     layer(x).square().mean().backward()
+        >>> seen.identity.ok, seen.gradients.ok
+        (True, True)
+
+    Reference:
+        Pradeep (2026), A zero-initialised layer learns only through a nonzero path.
+    """
+    seen = Observation(model, plan, inputs)
+    seen.start()
+    try:
+        yield seen
+        seen.finish()
+    finally:
+        seen.close()
+
+
+# -------------------------------------------------------------------- later steps
+
+
+class Waking:
+    """Gates that were asleep, judged again after each real optimizer step until they wake or ``patience`` is used up.
+
+    Args:
+        report: The first report.
+        patience: How many real steps a gate may sleep.
+    """
+
+    def __init__(self, report: GradientReport, patience: int) -> None:
+        self.report, self.patience = report, patience
+        self.steps = 0
+        self.woke: dict[str, int] = {}
+        self._asleep = [n for n, g in report.gates.items() if g.status == "asleep"]
+
+    @property
+    def waiting(self) -> bool:
+        """Whether some gate is still asleep."""
+        return bool(self._asleep)
+
+    def step(self, model: nn.Module) -> GradientReport:
+        """Judge the sleepers by the gradients of one more real step."""
+        self.steps += 1
+        parameters = {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
+        sizes = gradient_sizes({n: parameters[n] for n in self._asleep if n in parameters})
+        gates = dict(self.report.gates)
+        for name in list(self._asleep):
+            size = sizes.get(name)
+            if size is not None and not math.isfinite(size):
+                gates[name] = dataclasses.replace(gates[name], status="nonfinite", size=size, cause="NaN or inf on waking")
+            elif size:
+                gates[name] = dataclasses.replace(gates[name], status="alive", cause="", waits_for=None, size=size)
+                self.woke[name] = self.steps
+            elif self.steps >= self.patience:
+                cause = f"it slept through {self.steps} optimizer steps: {gates[name].cause}"
+                gates[name] = dataclasses.replace(gates[name], status="missing" if size is None else "dead", cause=cause)
+            else:
+                continue
+            self._asleep.remove(name)
+        self.report = GradientReport(gates)
+        return self.report
+
+
+# -------------------------------------------------------------------- words
+
+_NEXT: dict[str, str] = {
+    "dead": "make that factor nonzero at the start, move the gate behind it, or use scheme='insert'",
+    "missing": "let the gate take part in the loss, or exclude its branch",
+    "nonfinite": "make the operation safe at zero before it is evaluated",
+}
+
+
+def describe(report: GradientReport) -> str:
+    """The report as a message: the origin by name, with the line; equal findings counted."""
+    alarms = report.alarms
+    if not alarms:
+        counts: dict[str, int] = {}
+        for gate in report.gates.values():
+            counts[gate.status] = counts.get(gate.status, 0) + 1
+        listed = ", ".join(f"{n} {status}" for status, n in counts.items()) or "none"
+        waits = sorted({g.waits_for for g in report.gates.values() if g.waits_for})
+        more = f"; they wait for {together(waits)}" if waits else ""
+        return f"judged the gradients of {len(report.gates)} gates, biases and zero layers: {listed}{more}."
+    lines = [
+        f"judged the gradients of {len(report.gates)} gates, biases and zero layers; expected each to learn, found "
+        f"{len(alarms)} that cannot:"
+    ]
+    groups: dict[tuple[str, str, str], list[GateGradient]] = {}
+    for gate in alarms:
+        groups.setdefault((gate.status, gate.cause, gate.source), []).append(gate)
+    for (status, cause, source), rows in groups.items():
+        names = together([r.parameter for r in rows])
+        block = f" (branch {rows[0].branch})" if rows[0].branch else ""
+        where = f", at {source}" if source else ""
+        lines.append(f"- {names}{block}: {status}: {cause}{where}. Next: {_NEXT[status]}.")
+    return "\n".join(lines)

@@ -1,0 +1,595 @@
+"""The decision per branch: what is closed, how, and what cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import fnmatch
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, get_args
+
+from torch import nn
+
+from lit_resinit import ops
+from lit_resinit.branches import Addition, Address, child_of, find_additions
+from lit_resinit.errors import GateError, NoBranchError
+from lit_resinit.gates import INSERTED_NAME, Gate, GateFinder, Tail
+from lit_resinit.trace import Graph, Run, call_model, clean_name, trace
+
+Scheme = Literal["auto", "zero", "insert", "last_layer", "sqrt_depth", "downscale", "observe"]
+Action = Literal["zero", "insert", "last_layer", "sqrt_depth", "downscale", "already_closed", "excluded", "observe"]
+CONSTANT_SCHEMES = ("sqrt_depth", "downscale")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Branch:
+    """One residual branch: ``skip + branch``, and what is done with it.
+
+    Args:
+        name: Unique, stable name: the block, or the sub-module that computes the branch.
+        block: Dotted name of the module that runs the addition.
+        skip: ``identity`` or ``projection``.
+        gates: One gate for each summand of the branch.
+        action: What :func:`apply_` does with it.
+        source: ``file.py:line`` of the addition.
+        address: Where the addition runs, the same in every forward.
+        skip_input: Which tensor argument of the addition is the skip.
+        branch_input: Which tensor argument is the branch; None where the operation fuses it.
+        previous: Name of the branch before it on the same residual stream.
+        between: What the stream passes between the previous branch and this one (module names, else operations).
+        factor: What multiplies the skip (parameter names, else the operation), empty when nothing does.
+        norms: Affine parameters of the block's norms, the evidence of training.
+        length: Number of branches on its stream.
+        reason: Why the branch has no gate, with the line, when it has none.
+        culprit: Module that runs the operation behind ``reason``.
+    """
+
+    name: str
+    block: str
+    skip: Literal["identity", "projection"]
+    gates: tuple[Gate, ...]
+    action: Action
+    source: str
+    address: Address
+    skip_input: int
+    branch_input: int | None
+    previous: str | None = None
+    between: tuple[str, ...] = ()
+    factor: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()
+    length: int = 1
+    reason: str = ""
+    culprit: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ResidualPlan:
+    """What would be done to a model; a plain value, nothing is written until :func:`apply_`.
+
+    Args:
+        scheme: The scheme the plan was made with.
+        branches: Every residual branch, in the order of execution.
+        zero_layers: All-zero weights of layers that are no gates (a zero head): judged, never written.
+        after_last: What every stream passes after its last addition, by the name of its last branch.
+    """
+
+    scheme: Scheme
+    branches: tuple[Branch, ...]
+    zero_layers: tuple[str, ...] = ()
+    after_last: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.branches)
+
+    @property
+    def active(self) -> tuple[Branch, ...]:
+        """The branches that were not excluded."""
+        return tuple(b for b in self.branches if b.action != "excluded")
+
+    @property
+    def gates(self) -> tuple[Gate, ...]:
+        """The gates of all branches that were not excluded, each once; none where a constant is used instead."""
+        if self.scheme in CONSTANT_SCHEMES:
+            return ()
+        unique = {(g.parameter, g.index): g for b in self.active for g in b.gates}
+        return tuple(unique.values())
+
+    def __str__(self) -> str:
+        return format_plan(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan in plain types only, so that it goes through JSON."""
+        return {
+            "scheme": self.scheme,
+            "branches": [_plain(b) for b in self.branches],
+            "zero_layers": list(self.zero_layers),
+            "after_last": {k: list(v) for k, v in self.after_last.items()},
+        }
+
+
+def _plain(branch: Branch) -> dict[str, Any]:
+    values = dataclasses.asdict(branch)
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()} | {
+        "gates": [{k: list(v) if isinstance(v, tuple) else v for k, v in g.items()} for g in values["gates"]]
+    }
+
+
+def make_plan(
+    model: nn.Module,
+    args: Any = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    scheme: Scheme = "auto",
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+) -> ResidualPlan:
+    """Find every residual branch of a model and decide what closes it; nothing is written.
+
+    For a block ``y = x + g * u(x)`` the gate ``g`` is the first learned factor read backwards from the addition. With
+    ``auto`` it is zeroed where it is a trailing norm or scale; else a scalar is inserted where a module's output is the
+    end of the branch; else the last layer is zeroed.
+
+    Args:
+        model: Any module.
+        args: Inputs of one forward: a tuple, or one tensor.
+        kwargs: Keyword inputs.
+        scheme: ``auto``, ``zero``, ``insert``, ``last_layer``, ``sqrt_depth``, ``downscale`` or ``observe``.
+        include: Globs on branch names; only these are touched.
+        exclude: Globs on branch names that are left alone.
+
+    Returns:
+        The plan, one :class:`Branch` for each executed residual addition.
+
+    Raises:
+        ValueError: For an unknown scheme or a pattern that matches nothing.
+        TypeError: For arguments of a wrong type.
+        TraceError: If the forward cannot run with these inputs.
+        NoBranchError: If the model has no residual branch.
+        GateError: If the scheme has nothing to close in some branch.
+
+    Note:
+        One training-mode forward is traced, on fake tensors where possible; the model, its buffers and the random
+        state stay as they are. Cost: about one plain forward.
+
+    Example:
+        >>> import torch
+        >>> class Block(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        ...         self.gain = nn.Parameter(torch.ones(1))
+        ...     def forward(self, x):
+        ...         return x + self.gain * self.down(self.up(x).relu())
+        >>> plan = make_plan(nn.Sequential(Block(), Block()), torch.randn(2, 4))
+        >>> [(b.name, b.action, b.gates[0].parameter) for b in plan.branches]
+        [('0', 'zero', '0.gain'), ('1', 'zero', '1.gain')]
+
+    Reference:
+        Bachlechner et al. (2020), ReZero is All You Need, arXiv:2003.04887; Goyal et al. (2017), arXiv:1706.02677, 5.1.
+    """
+    check_arguments(model, scheme, include, exclude)
+    return plan_forward(model, as_arguments(args), kwargs or {}, call_model, scheme, include, exclude)
+
+
+def plan_forward(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    run: Run,
+    scheme: Scheme,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+) -> ResidualPlan:
+    """:func:`make_plan` for a forward that is something else than ``model(*args, **kwargs)``."""
+    check_arguments(model, scheme, include, exclude)
+    return _Planner(model, trace(model, args, kwargs, run=run), scheme).plan(include, exclude)
+
+
+def as_arguments(args: Any) -> tuple[Any, ...]:
+    """Positional inputs as a tuple; a single input may be given bare."""
+    return tuple(args) if isinstance(args, tuple | list) else (args,)
+
+
+def check_arguments(
+    model: object, scheme: object, include: str | Sequence[str] | None, exclude: str | Sequence[str] | None
+) -> None:
+    """Raise for arguments that no plan can be made of."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"Expected argument `model` to be a torch.nn.Module but got {type(model).__name__}")
+    if scheme not in get_args(Scheme):
+        raise ValueError(f"Expected argument `scheme` to be one of {', '.join(get_args(Scheme))} but got {scheme!r}")
+    for name, patterns in (("include", include), ("exclude", exclude)):
+        if patterns is not None and not all(isinstance(p, str) for p in patterns):
+            raise TypeError(f"Expected argument `{name}` to be a glob or a list of globs but got {patterns!r}")
+    if next(iter(model.parameters()), None) is None:
+        raise NoBranchError(
+            f"looked for residual branches in {type(model).__name__}; expected a model with parameters, found none, so "
+            "there is nothing to close. Pass the network itself, built, not a container that builds it later."
+        )
+
+
+class _Planner:
+    def __init__(self, model: nn.Module, graph: Graph, scheme: Scheme) -> None:
+        self.model, self.graph, self.scheme = model, graph, scheme
+        self.modules = {clean_name(n): m for n, m in model.named_modules(remove_duplicate=False)}
+        self.additions = find_additions(graph)
+        self.finder = GateFinder(graph, self.additions, model)
+        self.additions = sorted([*self.additions, *self._closed_injections()], key=lambda a: a.node)
+        self.called: dict[str, list[tuple[int, ...]]] = {}
+        for output in graph.outputs:
+            self.called.setdefault(output.module, []).append(output.nodes)
+        self.outputs: dict[int, list[tuple[str, int]]] = {}
+        for output in graph.outputs:
+            for leaf, node in enumerate(output.nodes):
+                self.outputs.setdefault(node, []).append((output.module, leaf))
+        self.names = self._names()
+
+    def plan(self, include: str | Sequence[str] | None, exclude: str | Sequence[str] | None) -> ResidualPlan:
+        chosen = select(list(self.names.values()), include, exclude)
+        if not self.additions and self.scheme != "observe":
+            raise NoBranchError(self._nothing_found())
+        self.closed = {a.node: self.finder.closed_gates(a) for a in self.additions}
+        self.tails = {a.node: self.finder.tail(a) for a in self.additions}
+        self.scalable = {
+            node
+            for a in self.additions
+            if self.names[a.node] in chosen
+            for tail in (self.tails[a.node], *self.tails[a.node].leaves())
+            for node in tail.insertable
+        }
+        lengths, norms = self._stream_lengths(), self._norm_parameters()
+        branches = [self._branch(a, self.names[a.node] in chosen, lengths, norms) for a in self.additions]
+        self._refuse_what_cannot_be_closed(branches)
+        zero_layers = self._zero_layers({g.parameter for b in branches for g in b.gates})
+        if not branches and not zero_layers:
+            raise NoBranchError(self._nothing_found())
+        return ResidualPlan(self.scheme, tuple(branches), zero_layers, self._after_last())
+
+    def _nothing_found(self) -> str:
+        return (
+            f"looked for residual additions `x + f(x)` in one forward of {type(self.model).__name__} "
+            f"({len(self.graph.calls)} operations); expected at least one, found none. Zeroing a layer of a network "
+            "without a skip would cut its signal for good, so nothing was changed. If the network does have residual "
+            "blocks, the inputs did not reach them: pass other `example_inputs`."
+        )
+
+    # ---------------------------------------------------------------- additions that arrive closed
+
+    def _closed_injections(self) -> list[Addition]:
+        """``x + zero_layer(y)`` adds nothing now and may add anything later: a branch, wherever ``y`` comes from."""
+        known, nodes = {a.node for a in self.additions}, self.graph.nodes
+        addresses = {a.node: a for a in self.additions}
+        found = []
+        counts: dict[tuple[str, str, str], int] = {}
+        for index, call in enumerate(self.graph.calls):
+            key = (call.owner, call.line, ops.base_name(call.func))
+            count = counts[key] = counts.get(key, -1) + 1
+            for position in call.outputs:
+                node = nodes[position]
+                if node.op != "add" or node.call != index or position in known or position in addresses:
+                    continue
+                left, right = node.inputs
+                if not (nodes[left].data and nodes[right].data and nodes[left].shape == nodes[right].shape):
+                    continue
+                for skip, branch in ((left, right), (right, left)):
+                    if self.finder.is_zero(branch) and not self.finder.is_zero(skip):
+                        address = Address(*key, count)
+                        found.append(
+                            Addition(position, skip, branch, skip, False, (), frozenset(), call.owner, address, root=skip)
+                        )
+                        break
+        return [a for a in found if self.finder.closed_gates(a)]
+
+    # ---------------------------------------------------------------- names
+
+    def _names(self) -> dict[int, str]:
+        per_block: dict[str, int] = {}
+        for addition in self.additions:
+            per_block[addition.block] = per_block.get(addition.block, 0) + 1
+        names: dict[int, str] = {}
+        used: dict[str, int] = {}
+        for addition in self.additions:
+            block = addition.block
+            several = per_block[block] > max(1, len(self.called.get(block, ())))
+            name = self._submodule(addition) if several or not block else block
+            used[name] = used.get(name, 0) + 1
+            names[addition.node] = name if used[name] == 1 else f"{name}:{used[name]}"
+        return names
+
+    def _submodule(self, addition: Addition) -> str:
+        """The one sub-module that computes the branch, else the last one with a layer, else the block."""
+        ends = self.finder.tail(addition).passed
+        owners = []
+        for index in sorted(addition.interior or ends):
+            node = self.graph.nodes[index]
+            if node.op in ops.LAYERS and any(self.graph.nodes[i].learned for i in node.inputs):
+                owners.append(self._called_child(self.graph.owner(index), addition.block))
+        children = dict.fromkeys(o for o in owners if o)
+        outputs = {m for node in ends for m, _ in self.outputs.get(node, ())}
+        single = next(iter(children)) if len(children) == 1 and "" not in owners else ""
+        if single and (addition.block or single in outputs):
+            return single
+        if not addition.block:
+            return "(root)"
+        return next(reversed(children), addition.block)
+
+    def _called_child(self, owner: str, block: str) -> str:
+        """The first module below ``block`` on the way to ``owner`` that is called, not only a container."""
+        name = child_of(owner, block)
+        if not name:
+            return ""
+        full = f"{block}.{name}" if block else name
+        while full != owner and full not in self.called:
+            full += "." + child_of(owner, full)
+        return full
+
+    # ---------------------------------------------------------------- one branch
+
+    def _branch(self, addition: Addition, chosen: bool, lengths: dict[int, int], norms: dict[str, str]) -> Branch:
+        call = self.graph.calls[self.graph.nodes[addition.node].call]
+        action, gates, tail = self._decide(addition, chosen)
+        stopped = next((t for t in tail.leaves() if not t.gates), None) if not gates else None
+        return Branch(
+            name=self.names[addition.node],
+            block=addition.block,
+            skip="projection" if addition.projection else "identity",
+            gates=tuple(dict.fromkeys(gates)),
+            action=action,
+            source=call.source,
+            address=addition.address,
+            skip_input=self._input_position(addition.skip, call.inputs) or 0,
+            branch_input=self._input_position(addition.branch, call.inputs),
+            previous=self.names.get(addition.previous.node) if addition.previous else None,
+            between=self._labels(addition.between),
+            factor=self._factor_names(addition),
+            norms=tuple(p for p, owner in norms.items() if _below(owner, addition.block) and addition.block),
+            length=lengths[addition.node],
+            reason=f"{stopped.reason} ({_at(self.graph.source(stopped.stopped_by))})" if stopped and stopped.stopped_by else "",
+            culprit=self.graph.owner(stopped.stopped_by) if stopped and stopped.stopped_by else "",
+        )
+
+    def _input_position(self, node: int, inputs: tuple[int, ...]) -> int | None:
+        if node in inputs:
+            return inputs.index(node)
+        sources = self.graph.nodes[node].inputs
+        return inputs.index(sources[0]) if len(sources) == 1 and sources[0] in inputs else None
+
+    def _decide(self, addition: Addition, chosen: bool) -> tuple[Action, list[Gate], Tail]:
+        closed, tail = self.closed[addition.node], self.tails[addition.node]
+        own = [g for leaf in tail.leaves() for g in leaf.gates] if tail.closable else []
+        if not chosen:
+            return "excluded", closed or own, tail
+        if closed:
+            return "already_closed", closed, tail
+        if self.scheme == "observe":
+            return "observe", own or self._named_factors(addition), tail
+        if self.scheme == "insert" or self.scheme == "sqrt_depth":
+            return self.scheme, self._inserted(tail), tail
+        if self.scheme in ("last_layer", "downscale"):
+            return self.scheme, own, tail
+        trailing = [g for g in own if g.kind != "layer"]
+        if self.scheme == "zero":
+            return "zero", trailing if len(trailing) == len(own) else [], tail
+        return self._decide_auto(tail)
+
+    def _named_factors(self, addition: Addition) -> list[Gate]:
+        tail = self.finder.tail(addition, any_slope=True)
+        return [g for leaf in tail.leaves() for g in leaf.gates] if tail.closable else []
+
+    def _decide_auto(self, tail: Tail) -> tuple[Action, list[Gate], Tail]:
+        gates: list[Gate] = []
+        kinds: set[Action] = set()
+        whole = [g for leaf in tail.leaves() for g in leaf.gates if g.kind == "layer"] or not tail.closable
+        for leaf in tail.leaves():
+            trailing = [g for g in leaf.gates if g.kind != "layer"]
+            inserted = [] if trailing else self._inserted_into(leaf)
+            gates += trailing or inserted or leaf.gates
+            kinds.add("zero" if trailing else "insert" if inserted else "last_layer")
+            if not (trailing or inserted or leaf.gates):
+                return "insert", self._inserted(tail) if whole else [], tail
+        return next(a for a in ("insert", "last_layer", "zero") if a in kinds), gates, tail  # type: ignore[return-value]
+
+    def _inserted(self, tail: Tail) -> list[Gate]:
+        each = [self._inserted_into(leaf) for leaf in tail.leaves()]
+        if all(each):
+            return [g for gates in each for g in gates]
+        return self._inserted_into(tail)
+
+    def _inserted_into(self, tail: Tail) -> list[Gate]:
+        """A scalar on the output of the module nearest the branch's end, one with parameters if there is any."""
+        places = [
+            (module, leaf, node)
+            for node in tail.insertable
+            for module, leaf in reversed(self.outputs.get(node, ()))
+            if self._can_carry(module, leaf, node, tail)
+        ]
+        if not places:
+            return []
+        with_parameters = [p for p in places if next(iter(self.modules[p[0]].parameters()), None) is not None]
+        module, leaf, node = (with_parameters or places)[0]
+        bent = tail.bent_at is not None and tail.bent_at < node
+        folds = tuple(f for g in tail.gates for f in g.folds_into) if len(tail.gates) == 1 and not bent else ()
+        folds = folds if self._only_used_here(folds, len(self.called[module])) else ()
+        return [Gate("inserted", f"{module}.{INSERTED_NAME}", module=module, leaf=leaf, folds_into=folds)]
+
+    def _can_carry(self, module: str, leaf: int, node: int, tail: Tail) -> bool:
+        if not module or module not in self.modules:
+            return False
+        path = {*tail.passed, *(a.node for a in self.additions)}
+        readers = self.finder.readers[node]
+        return all(r in path or r in self.scalable for r in readers) and all(
+            leaf < len(nodes) and nodes[leaf] in self.scalable for nodes in self.called[module]
+        )
+
+    def _only_used_here(self, names: tuple[str, ...], calls: int) -> bool:
+        leaves = {n.name: n.index for n in self.graph.nodes if n.op == "parameter" and n.name in names}
+        return all(len(self.finder.readers[leaves[n]]) <= calls for n in names if n in leaves)
+
+    # ---------------------------------------------------------------- streams
+
+    def _stream_lengths(self) -> dict[int, int]:
+        first: dict[int, int] = {}
+        count: dict[int, int] = {}
+        for a in self.additions:
+            first[a.node] = first.get(a.previous.node, a.node) if a.previous else a.node
+            count[first[a.node]] = count.get(first[a.node], 0) + 1
+        return {node: count[start] for node, start in first.items()}
+
+    def _labels(self, nodes: Iterable[int]) -> tuple[str, ...]:
+        labels = []
+        for index in nodes:
+            node = self.graph.nodes[index]
+            owner = self.graph.owner(index)
+            labels.append(owner if owner in self.called and self._is_leaf_module(owner) else node.op)
+        return tuple(dict.fromkeys(labels))
+
+    def _is_leaf_module(self, name: str) -> bool:
+        return name in self.modules and next(self.modules[name].children(), None) is None and bool(name)
+
+    def _after_last(self) -> dict[str, tuple[str, ...]]:
+        followed = {a.previous.node for a in self.additions if a.previous}
+        result = {}
+        for addition in self.additions:
+            if addition.node not in followed:
+                nodes, current = [], addition.node
+                while len(nodes) < 8:
+                    readers = [r for r in self.finder.readers[current] if self.graph.nodes[r].op != "statistic"]
+                    if len(readers) != 1:
+                        break
+                    current = readers[0]
+                    if not _below(self.graph.owner(current), addition.block) or not addition.block:
+                        break
+                    if self.graph.nodes[current].op != "view":
+                        nodes.append(current)
+                result[self.names[addition.node]] = self._labels(nodes)
+        return result
+
+    def _factor_names(self, addition: Addition) -> tuple[str, ...]:
+        names: list[str] = []
+        for index in addition.scales:
+            node = self.graph.nodes[index]
+            learned = [i for i in node.inputs if self.graph.nodes[i].learned and not self.graph.nodes[i].data]
+            names += self._parameters_below(learned) or [f"{node.op} {node.number:g}" if node.number else node.op]
+        return tuple(names)
+
+    def _parameters_below(self, nodes: list[int]) -> list[str]:
+        stack, found = list(nodes), []
+        while stack:
+            node = self.graph.nodes[stack.pop()]
+            if node.op == "parameter":
+                found.append(node.name)
+            stack += node.inputs
+        return found
+
+    def _norm_parameters(self) -> dict[str, str]:
+        """Affine parameters of every norm, with the module that runs it."""
+        found: dict[str, str] = {}
+        for node in self.graph.nodes:
+            if node.op == "mul" and any(self.graph.nodes[i].op == "norm" for i in node.inputs):
+                for i in node.inputs:
+                    for name in self._parameters_below([i]) if not self.graph.nodes[i].data else ():
+                        found[name] = self.graph.owner(node.index)
+        return found
+
+    # ---------------------------------------------------------------- what is judged, what is refused
+
+    def _zero_layers(self, gates: set[str]) -> tuple[str, ...]:
+        found: dict[str, None] = {}
+        for node in self.graph.nodes:
+            if node.op in ops.LAYERS:
+                for source in node.inputs:
+                    leaf = self.graph.nodes[source]
+                    if leaf.learned and not leaf.data:
+                        for name in self._parameters_below([source]):
+                            if name not in gates and self.finder.is_closed(name, 0.0, None):
+                                found[name] = None
+        return tuple(found)
+
+    def _refuse_what_cannot_be_closed(self, branches: list[Branch]) -> None:
+        if self.scheme == "observe":
+            return
+        stuck = [b for b in branches if b.action not in ("excluded", "already_closed") and not b.gates]
+        if stuck:
+            raise GateError(_cannot_close(self.scheme, stuck))
+
+
+def _at(source: str) -> str:
+    return f"at {source}" if source else "a leaf"
+
+
+def _below(owner: str, block: str) -> bool:
+    return not block or owner == block or owner.startswith(block + ".")
+
+
+def _cannot_close(scheme: str, stuck: list[Branch]) -> str:
+    first = stuck[0]
+    names = ", ".join(b.name for b in stuck[:3]) + (f" and {len(stuck) - 3} more" if len(stuck) > 3 else "")
+    what = {
+        "zero": "a trailing norm or scale to zero; found none. Use scheme='auto', which inserts a scalar there",
+        "last_layer": f"a last layer to zero; found none: {first.reason}. Use scheme='insert' or scheme='auto'",
+        "downscale": f"a last layer to scale; found none: {first.reason}. Use scheme='sqrt_depth'",
+    }.get(
+        scheme,
+        f"a module whose output is the end of the branch; found none: {first.reason or 'the end is computed inline'}. "
+        f"Edit the block at {first.source}: `self.gate = lit_resinit.ScalarGate()` in `__init__`, and "
+        "`x + self.gate(branch)` in `forward`; or leave the branch out with `exclude`",
+    )
+    return f"scheme {scheme!r} on {names}: expected {what}. The addition is at {first.source}. Nothing was changed."
+
+
+# -------------------------------------------------------------------- include and exclude
+
+
+def select(
+    names: list[str], include: str | Sequence[str] | None, exclude: str | Sequence[str] | None
+) -> set[str]:
+    """The names that the patterns leave.
+
+    Raises:
+        ValueError: If a pattern matches nothing; the message lists the nearest names.
+    """
+    kept = set(names) if include is None else set(_matches("include", names, include))
+    return kept - set(_matches("exclude", names, exclude or ()))
+
+
+def _matches(argument: str, names: list[str], patterns: str | Sequence[str]) -> list[str]:
+    found: list[str] = []
+    for pattern in (patterns,) if isinstance(patterns, str) else patterns:
+        hits = [n for n in names if fnmatch.fnmatchcase(n, pattern)]
+        if not hits:
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
+            raise ValueError(
+                f"Expected argument `{argument}` to match branch names but got {pattern!r}, which matches none of the "
+                f"{len(names)} branches; the nearest are {', '.join(near) or 'none'}"
+            )
+        found += hits
+    return found
+
+
+# -------------------------------------------------------------------- printing
+
+
+def format_plan(plan: ResidualPlan) -> str:
+    """The plan as a table; equal branches are one row."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for b in plan.branches:
+        gates = ", ".join(f"{g.parameter}{'' if g.index is None else f'[{g.index}]'}" for g in b.gates) or "-"
+        kinds = "+".join(g.kind for g in b.gates) or "-"
+        key = (re.sub(r"\d+", "#", b.name), b.skip, b.action, kinds, re.sub(r"\d+", "#", gates))
+        rows.setdefault(key, []).append(b.name)
+    header = ("branch", "count", "skip", "action", "gate kind", "gate")
+    table = [header, *((together(n), str(len(n)), k[1], k[2], k[3], k[4]) for k, n in rows.items())]
+    widths = [max(len(row[i]) for row in table) for i in range(len(header))]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
+    title = f"{len(plan)} residual branches, scheme {plan.scheme}"
+    if plan.zero_layers:
+        title += f"; zero layers outside: {', '.join(plan.zero_layers)}"
+    return "\n".join([title, *lines])
+
+
+def together(names: Sequence[str], shown: int = 3) -> str:
+    """Several names in one short text: the first few, or a range where only one number differs."""
+    if len(names) <= shown:
+        return ", ".join(names)
+    return f"{names[0]} .. {names[-1]}"
