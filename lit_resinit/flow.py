@@ -226,10 +226,8 @@ class Flow:
 
     def _local(self, call: int, target: int | str) -> list[Reason]:
         """Why one operation sends nothing to one of its inputs although an error arrives at its output."""
-        record, nodes = self.graph.calls[call], self.graph.nodes
-        operands = [
-            i for i in record.inputs if (nodes[i].name == target if isinstance(target, str) else nodes[i].call == target)
-        ]
+        record = self.graph.calls[call]
+        operands = [i for i in record.inputs if self._is_shown(i, target)]
         reasons = []
         for operand in operands:
             zeros = [p for p in self._partners(call, operand) if self._value(p) == 0.0]
@@ -243,6 +241,16 @@ class Flow:
             else:
                 reasons.append(Reason("data", call))
         return reasons or [Reason("data", call)]
+
+    def _is_shown(self, node: int, target: int | str) -> bool:
+        """Whether a value is a parameter's or an operation's output, possibly through views of the same memory."""
+        current = self.graph.nodes[node]
+        while True:
+            if current.name == target if isinstance(target, str) else current.call == target:
+                return True
+            if current.op != "view":
+                return False
+            current = self.graph.nodes[current.inputs[0]]
 
     def _value(self, node: int) -> float | None:
         known = self.values.get(node)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter
 
 from lit_resinit import ops
@@ -284,7 +285,7 @@ def to_host(scalars: list[Tensor]) -> list[float]:
     if not scalars:
         return []
     device = scalars[0].device
-    with torch.no_grad():
+    with _disable_current_modes(), torch.no_grad():
         return torch.stack([s.detach().float().to(device) for s in scalars]).tolist()  # type: ignore[no-any-return]
 
 

@@ -293,7 +293,7 @@ class Recorder(TorchDispatchMode):
                 self._overwrite(tensor, node)
             else:
                 self._remember(tensor, node, fresh=not any(tensor is t for t in targets) and not self._aliases(tensor, args))
-        call.outputs = tuple(nodes)
+        call.outputs = tuple(n for n in nodes if graph.nodes[n].call == index)
 
     def _aliases(self, tensor: Tensor, args: tuple[Any, ...]) -> bool:
         try:
@@ -360,6 +360,8 @@ class _Spelling:
         if base in ops.PARTIAL_VIEWS and inputs:
             region = _geometry(result) if shape != nodes[inputs[0]].shape else None
             base = "part" if region is not None else "view"
+        elif base in ("detach", "lift_fresh") and inputs:
+            return inputs[0]
         elif self._call.func.is_view:
             base = "view"
         noise = ops.is_random(self._call.func) and base not in ops.ATTENTION and "dropout" not in base
