@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from lit_resinit import ops
 from lit_resinit.identity import IdentityProbe, peak_of, to_host
 from lit_resinit.plan import ResidualPlan
-from lit_resinit.trace import Call, Graph, clean_name
+from lit_resinit.trace import Call, Graph, clean_name, measuring
 
 EPS = float(torch.finfo(torch.float32).eps)
 _NOISE = 32 * EPS
@@ -84,6 +84,10 @@ class GradientProbe(IdentityProbe):
         self._handles.append(function.register_hook(functools.partial(self._on_backward, function, call)))
 
     def _on_backward(self, function: Any, call: int, grad_inputs: Any, grad_outputs: Any) -> None:
+        with measuring():
+            self._note_errors(function, call, grad_inputs, grad_outputs)
+
+    def _note_errors(self, function: Any, call: int, grad_inputs: Any, grad_outputs: Any) -> None:
         arriving = [p for p in (peak_of(g) for g in grad_outputs if g is not None) if p is not None]
         if arriving:
             self._arriving[call] = self._push(functools.reduce(torch.maximum, arriving))
@@ -104,6 +108,10 @@ class GradientProbe(IdentityProbe):
 
     def flow(self) -> Flow:
         """Everything that was seen, as numbers."""
+        with measuring():
+            return self._as_numbers()
+
+    def _as_numbers(self) -> Flow:
         errors = to_host(self._errors)
         arriving = {call: errors[i] for call, i in self._arriving.items()}
         edges: dict[int | str, list[tuple[int, float]]] = {}

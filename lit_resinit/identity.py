@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter
 
 from lit_resinit import ops
@@ -17,7 +16,7 @@ from lit_resinit.branches import Address
 from lit_resinit.errors import IdentityError
 from lit_resinit.gates import Gate, holds
 from lit_resinit.plan import CONSTANT_SCHEMES, Branch, ResidualPlan, as_arguments, together
-from lit_resinit.trace import Call, Recorder, clean_name, keep_rng, keep_state
+from lit_resinit.trace import Call, Recorder, clean_name, keep_rng, keep_state, measuring
 
 Cause = Literal["unzeroed scale", "bias after scale", "ungated branch", "nonfinite branch", "stream changed"]
 GROWTH = (0.5, math.e)  # Var(out)/Var(in) of a stream under a constant scale: (1 + 1/L)^L stays below e
@@ -114,9 +113,11 @@ class IdentityProbe(Recorder):
         tensors = [a for a in tree_iter((args, kwargs)) if isinstance(a, Tensor)]
         skip = tensors[branch.skip_input]
         if ops.written_arguments(func):
-            skip = skip.detach().clone()
+            with measuring():
+                skip = skip.detach().clone()
         out = func(*args, **kwargs)
-        self._compare(branch, skip.detach(), out.detach())
+        with measuring():
+            self._compare(branch, skip.detach(), out.detach())
         self.addition_calls[branch.name] = len(self.graph.calls)
         return out
 
@@ -146,17 +147,16 @@ class IdentityProbe(Recorder):
             self._peak_of[view] = self._peak_of[base]
 
     def _compare(self, branch: Branch, skip: Tensor, out: Tensor) -> None:
-        with torch.no_grad():
-            self._compared[branch.name] = ((out == skip).all(), (out.float() - skip.float()).abs().amax())
-            stack = self._stack_of[branch.name]
-            if self._first[stack] == branch.name:
-                kept = skip if self._last[stack] == branch.name else skip.clone()
-                self._entering[stack] = kept, skip.float().var(correction=0)
-            if self._last[stack] == branch.name and stack in self._entering:
-                start, variance = self._entering.pop(stack)
-                same = start.shape == out.shape
-                gap = (out.float() - start.float()).abs().amax() if same else torch.full((), math.nan, device=out.device)
-                self._stack_values[stack] = gap, variance, out.float().var(correction=0)
+        self._compared[branch.name] = ((out == skip).all(), (out.float() - skip.float()).abs().amax())
+        stack = self._stack_of[branch.name]
+        if self._first[stack] == branch.name:
+            kept = skip if self._last[stack] == branch.name else skip.clone()
+            self._entering[stack] = kept, skip.float().var(correction=0)
+        if self._last[stack] == branch.name and stack in self._entering:
+            start, variance = self._entering.pop(stack)
+            same = start.shape == out.shape
+            gap = (out.float() - start.float()).abs().amax() if same else torch.full((), math.nan, device=out.device)
+            self._stack_values[stack] = gap, variance, out.float().var(correction=0)
 
     # ---------------------------------------------------------------- reports
 
@@ -167,9 +167,13 @@ class IdentityProbe(Recorder):
 
     def identity(self) -> IdentityReport:
         """The verdicts, in one transfer from the device."""
+        with measuring():
+            return self._report()
+
+    def _report(self) -> IdentityReport:
         names = list(self._compared)
         stacks = list(self._stack_values)
-        flat = [v.float() for n in names for v in self._compared[n]] + [v for s in stacks for v in self._stack_values[s]]
+        flat = [v for n in names for v in self._compared[n]] + [v for s in stacks for v in self._stack_values[s]]
         numbers = to_host(flat)
         measured = {n: (bool(numbers[2 * i]), numbers[2 * i + 1]) for i, n in enumerate(names)}
         rest = numbers[2 * len(names) :]
@@ -285,7 +289,7 @@ def to_host(scalars: list[Tensor]) -> list[float]:
     if not scalars:
         return []
     device = scalars[0].device
-    with _disable_current_modes(), torch.no_grad():
+    with measuring():
         return torch.stack([s.detach().float().to(device) for s in scalars]).tolist()  # type: ignore[no-any-return]
 
 

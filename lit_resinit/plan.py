@@ -98,6 +98,10 @@ class ResidualPlan:
     def __str__(self) -> str:
         return format_plan(self)
 
+    def below(self, name: str) -> ResidualPlan:
+        """The same plan as seen from a module that holds the model under ``name``."""
+        return self if not name else _Prefixed(name).plan(self)
+
     def to_dict(self) -> dict[str, Any]:
         """The plan in plain types only, so that it goes through JSON."""
         return {
@@ -113,6 +117,46 @@ def _plain(branch: Branch) -> dict[str, Any]:
     return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()} | {
         "gates": [{k: list(v) if isinstance(v, tuple) else v for k, v in g.items()} for g in values["gates"]]
     }
+
+
+class _Prefixed:
+    """Names of a plan, seen from a parent module."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+
+    def name(self, name: str) -> str:
+        inner = name.removeprefix("(root)")
+        return f"{self._prefix}{inner if inner.startswith(':') else '.' + inner if inner else ''}"
+
+    def names(self, names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(self.name(n) for n in names)
+
+    def gate(self, gate: Gate) -> Gate:
+        return dataclasses.replace(
+            gate,
+            parameter=self.name(gate.parameter),
+            biases=self.names(gate.biases),
+            module=self.name(gate.module) if gate.module else "",
+            folds_into=self.names(gate.folds_into),
+        )
+
+    def branch(self, branch: Branch) -> Branch:
+        return dataclasses.replace(
+            branch,
+            name=self.name(branch.name),
+            block=self.name(branch.block),
+            gates=tuple(self.gate(g) for g in branch.gates),
+            address=dataclasses.replace(branch.address, block=self.name(branch.address.block)),
+            previous=None if branch.previous is None else self.name(branch.previous),
+            norms=self.names(branch.norms),
+            culprit=self.name(branch.culprit) if branch.culprit else "",
+        )
+
+    def plan(self, plan: ResidualPlan) -> ResidualPlan:
+        after = {self.name(k): v for k, v in plan.after_last.items()}
+        branches = tuple(self.branch(b) for b in plan.branches)
+        return dataclasses.replace(plan, branches=branches, zero_layers=self.names(plan.zero_layers), after_last=after)
 
 
 def make_plan(

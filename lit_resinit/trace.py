@@ -8,6 +8,7 @@ import dataclasses
 import os
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -143,6 +144,29 @@ def user_line(depth: int) -> str:
     return f"{first.f_code.co_filename}:{first.f_lineno}"
 
 
+class _Measuring(threading.local):
+    active = False
+
+
+_measuring = _Measuring()
+
+
+@contextlib.contextmanager
+def measuring() -> Iterator[None]:
+    """Operations inside are this package's own measurements: no mode of ours records them."""
+    before, _measuring.active = _measuring.active, True
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        _measuring.active = before
+
+
+def is_not_forward(func: OpOverload) -> bool:
+    """Whether an operation is none of the network's forward: a query, a backward pass, or a measurement of ours."""
+    return func.namespace == "prim" or _measuring.active or torch._C._current_graph_task_id() != -1
+
+
 class _Storage:
     """What is known about one piece of memory: the newest value, and the values of its views."""
 
@@ -197,11 +221,12 @@ class Recorder(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim" or torch._C._current_graph_task_id() != -1:
+        if is_not_forward(func):
             return func(*args, **kwargs)
         call = self._begin(func, args, kwargs)
         out = self._execute(call, func, args, kwargs)
-        self._finish(call, func, args, kwargs, out)
+        with measuring():
+            self._finish(call, func, args, kwargs, out)
         return out
 
     def _execute(self, call: Call, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -375,8 +400,11 @@ class _Spelling:
         return self._add("add", (left, right), shape)
 
     def _scaled(self, node: int | None, factor: Any, shape: tuple[int, ...]) -> int | None:
-        if node is None or isinstance(factor, Tensor) or factor == 1:
-            return node
+        return node if isinstance(factor, Tensor) or factor == 1 else self._times(node, factor, shape)
+
+    def _times(self, node: int | None, factor: Any, shape: tuple[int, ...]) -> int | None:
+        if node is None or not isinstance(factor, int | float | complex):
+            return None
         return self._add("scale", (node,), shape, number=float(factor) if not isinstance(factor, complex) else None)
 
     def _spell_add(self, shape: tuple[int, ...]) -> int | None:
@@ -408,7 +436,7 @@ class _Spelling:
         left, right = self._node("self"), self._node("other")
         if left is not None and right is not None:
             return self._add("mul", (left, right), shape)
-        return self._scaled(left, self._arguments.get("other"), shape) if left is not None else None
+        return self._times(left, self._arguments.get("other"), shape)
 
     def _spell_div(self, shape: tuple[int, ...]) -> int | None:
         left, right = self._node("self"), self._node("other")
@@ -418,10 +446,10 @@ class _Spelling:
             inverse = self._add("reciprocal", (right,), self._recorder.graph.nodes[right].shape)
             return self._add("mul", (left, inverse), shape)
         divisor = self._arguments.get("other")
-        return self._scaled(left, 1.0 / divisor, shape) if left is not None and divisor else None
+        return self._times(left, 1.0 / divisor, shape) if divisor and not isinstance(divisor, Tensor) else None
 
     def _spell_neg(self, shape: tuple[int, ...]) -> int | None:
-        return self._scaled(self._node("self"), -1.0, shape)
+        return self._times(self._node("self"), -1.0, shape)
 
     def _product_sum(self, first: str, second: str, op: str, shape: tuple[int, ...]) -> int | None:
         left, right, start = self._node(first), self._node(second), self._node("self")

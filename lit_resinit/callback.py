@@ -1,0 +1,560 @@
+"""The Lightning callback: hooks, each a guard and one call into the core."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from rich.console import Console
+
+from lit_resinit.errors import GateOptimizerError, IdentityError, NoBranchError, ResInitError, ResInitWarning, TraceError
+from lit_resinit.gradients import SLOW, GradientReport, Observation, Waking, gradient_sizes
+from lit_resinit.identity import IdentityReport
+from lit_resinit.inputs import first_batch, training_step
+from lit_resinit.plan import ResidualPlan, Scheme, as_arguments, check_arguments, plan_forward, together
+from lit_resinit.report.tables import history_table
+from lit_resinit.schemes import applied_plan, apply_
+from lit_resinit.trace import Run, call_model, clean_name
+from lit_resinit.usefulness import measure_usefulness
+from lit_resinit.watch import History, Moments, Watcher, gate_statistics, metrics, to_record
+
+try:
+    from lightning.pytorch import Callback
+except ImportError:  # pragma: no cover - the older package has the same class under another name
+    from pytorch_lightning import Callback  # type: ignore[no-redef]
+
+Policy = Literal["raise", "warn", "ignore"]
+_SCALER_WAIT = 50  # steps that a gradient scaler may skip before its overflow counts as ours
+
+
+class ResidualInit(Callback):
+    """Start a residual network as the identity, prove it, judge the gates' gradients, and watch the blocks switch on.
+
+    In ``setup`` every residual branch ``x + g * u(x)`` is found in a trace of one forward and its gate closed. Before
+    the first batch trains, every branch is compared with its skip; after the first backward every gate's gradient is
+    judged; on logging steps gate, gate gradient, variances and first-order usefulness go to every logger.
+
+    Args:
+        scheme: ``auto``, ``zero``, ``insert``, ``last_layer``, ``sqrt_depth``, ``downscale``, or ``observe``, which
+            changes nothing and only checks and watches.
+        include: Globs on branch names; only these are touched.
+        exclude: Globs on branch names that are left alone.
+        example_inputs: Positional inputs of the module's forward, when neither ``example_input_array`` nor the training
+            data do.
+        identity: What an open branch does before the first step: ``raise``, ``warn`` or ``ignore``.
+        gradient: What a dead, missing or nonfinite gate does: ``raise``, ``warn`` or ``ignore``.
+        overwrite_trained: Close branches of trained blocks too.
+        patience: Optimizer steps that a gate may sleep before it counts as dead.
+        on_ratio: Variance ratio from which a branch counts as switched on.
+        log_every_n_steps: Steps between records; the Trainer's own setting when None.
+        usefulness: Ablate every branch on a few validation batches at the end.
+        report: Path of a picture of the history, written at the end.
+
+    Attributes:
+        plan: The :class:`ResidualPlan`, after ``setup``.
+        history: The :class:`History`.
+        identity_report: The :class:`IdentityReport` of the first step.
+        gradient_report: The :class:`GradientReport` of the last judged step.
+        usefulness: Loss with a gate closed minus loss, by branch, after a run with ``usefulness=True``; else None.
+
+    Raises:
+        NoBranchError: In ``setup``, for a network without a residual branch.
+        TrainedWeightsError: In ``setup``, for trained blocks.
+        IdentityError: Before the first backward.
+        GradientError: After the first backward, or when ``patience`` is used up.
+        GateOptimizerError: Before the first batch, when a gate is in no optimizer.
+
+    Note:
+        Logged metrics: see :func:`lit_resinit.watch.metrics`. The training is what it would have been without the
+        callback, bit for bit, apart from the closed gates.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> trainer = pl.Trainer(callbacks=[ResidualInit()], logger=False, enable_checkpointing=False)
+    """
+
+    def __init__(
+        self,
+        scheme: Scheme = "auto",
+        include: list[str] | str | None = None,
+        exclude: list[str] | str | None = None,
+        example_inputs: Any = None,
+        identity: Policy = "raise",
+        gradient: Policy = "raise",
+        overwrite_trained: bool = False,
+        patience: int = 3,
+        on_ratio: float = 1e-3,
+        log_every_n_steps: int | None = None,
+        usefulness: bool = False,
+        report: str | None = None,
+    ) -> None:
+        super().__init__()
+        _check_options(scheme, include, exclude, identity, gradient, patience, on_ratio, log_every_n_steps)
+        self.scheme: Scheme = scheme
+        self.include, self.exclude = include, exclude
+        self.example_inputs = example_inputs
+        self.identity, self.gradient = identity, gradient
+        self.overwrite_trained, self.patience = overwrite_trained, patience
+        self.on_ratio, self.log_every_n_steps = on_ratio, log_every_n_steps
+        self.report = report
+        self.plan: ResidualPlan | None = None
+        self.history = History([], on_ratio)
+        self.identity_report: IdentityReport | None = None
+        self.gradient_report: GradientReport | None = None
+        self.usefulness: dict[str, float] | None = None
+        self._measure_usefulness = usefulness
+        self._resumed = False
+        self._late: ResInitError | None = None
+        self._watch = _Watch()
+
+    # ---------------------------------------------------------------- 1. close the gates
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Find the branches and close their gates, once, at the start of a fresh training."""
+        if stage != "fit" or self._recognise(pl_module):
+            return
+        self._resumed = False
+        try:
+            self._prepare(trainer, pl_module)
+        except (NoBranchError, TraceError) as error:
+            if not _may_come_later(pl_module):
+                raise
+            self._late = error
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Second chance for a network that was built in ``setup`` or ``configure_model``: closing only, no inserting."""
+        if self._late is None or self._recognise(pl_module):
+            self._late = None
+            return
+        self._late = None
+        if trainer.ckpt_path is not None:
+            self._resumed = True
+        self._prepare(trainer, pl_module, late=True)
+
+    def _recognise(self, pl_module: nn.Module) -> bool:
+        """Whether a plan was applied to this module or a part of it before: then no second one is made."""
+        found = applied_plan(pl_module)
+        if found is None:
+            return False
+        name, plan = found
+        self._accept(plan.below(name))
+        return True
+
+    def _prepare(self, trainer: Any, pl_module: nn.Module, late: bool = False) -> None:
+        plan = self._plan(trainer, pl_module)
+        if late and any(b.action in ("insert", "sqrt_depth") for b in plan.branches):
+            raise ResInitError(
+                "closing the gates: expected the network in `__init__`, found it only after `setup` and `configure_model`, "
+                "where the optimizer is built already and no scalar can be inserted. Call `apply_(self.net, "
+                "make_plan(self.net, ...))` at the end of that `configure_model` (or `setup`), or use scheme='last_layer'."
+            )
+        if not (late and self._resumed):
+            apply_(pl_module, plan, overwrite_trained=self.overwrite_trained)
+        self._accept(plan)
+
+    def _plan(self, trainer: Any, pl_module: nn.Module) -> ResidualPlan:
+        check_arguments(pl_module, self.scheme, self.include, self.exclude)
+        tried: list[str] = []
+        for what, inputs in _candidates(trainer, pl_module, self.example_inputs, tried):
+            run: Run = call_model if what != "a batch of the training data" else training_step(trainer)
+            try:
+                return plan_forward(pl_module, inputs, {}, run, self.scheme, self.include, self.exclude)
+            except TraceError as error:
+                tried.append(f"{what}: {error}")
+        raise TraceError(
+            "tracing one forward: tried " + ("; ".join(tried) or "nothing, for there is no training data") + ". Pass "
+            "`ResidualInit(example_inputs=...)`, or set `example_input_array` on the module. Nothing was changed."
+        )
+
+    def _accept(self, plan: ResidualPlan) -> None:
+        if self.plan is not None and [b.name for b in plan.branches] != self.history.branches:
+            self.history = History([b.name for b in plan.branches], self.on_ratio)
+        elif not self.history.branches:
+            self.history = History([b.name for b in plan.branches], self.on_ratio)
+        self.plan = plan
+
+    # ---------------------------------------------------------------- 2. prove the identity
+
+    def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        """Every gate has to be in an optimizer, and should not be decayed."""
+        self._watch = _Watch(judge=self.plan is not None, fresh=trainer.global_step == 0 and not self._resumed)
+        if self.plan is not None:
+            _check_optimizers(trainer, pl_module, self.plan)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
+        """On the first step observe, on logging steps measure; otherwise nothing."""
+        if self.plan is None:
+            return
+        first = self._watch.judge and self._watch.observation is None
+        if first or (self._logs(trainer) and self.plan.branches):
+            self._watch.start(trainer, pl_module, self.plan, batch if first else None)
+
+    def on_before_backward(self, trainer: Any, pl_module: nn.Module, loss: Tensor) -> None:
+        """The forward is done: every branch has to have contributed exactly nothing."""
+        observation = self._watch.observation
+        if not pl_module.automatic_optimization:
+            if observation is not None:
+                observation.link(loss)
+            return
+        self._watch.stop_forward(loss)
+        self._judge_identity(trainer)
+
+    def _judge_identity(self, trainer: Any) -> None:
+        observation, self._watch.fresh, fresh = self._watch.observation, False, self._watch.fresh
+        if observation is None or not fresh or self.plan is None:
+            return
+        self.identity_report = observation.identity
+        found = not self.identity_report.ok
+        if self._agreed(trainer, found):
+            self._act(self.identity, IdentityError(str(self.identity_report), self.identity_report))
+        changed = [s for s in self.identity_report.stacks if s.changed_by and s.deviation > 0]
+        if changed and not found:
+            _warn(
+                f"the stream from {changed[0].first} to {changed[0].last} also passes {', '.join(changed[0].changed_by[:4])}: "
+                "the branches are closed, but the stack is the identity only up to these."
+            )
+
+    # ---------------------------------------------------------------- 3. judge the gradients
+
+    def on_after_backward(self, trainer: Any, pl_module: nn.Module) -> None:
+        """Judge the first gradients, unless a scaler or manual optimization makes them final only later."""
+        if pl_module.automatic_optimization and trainer.scaler is None:
+            self._judge_gradients(trainer, pl_module)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: nn.Module, optimizer: Any) -> None:
+        """Unscaled, unclipped gradients: judge them if that is still due, look at sleepers again, record."""
+        if self.plan is None or not self._holds_gates(optimizer, pl_module):
+            return
+        if not pl_module.automatic_optimization:
+            self._watch.stop_forward(None)
+            self._judge_identity(trainer)
+        accepted = trainer.scaler is None or _all_finite(optimizer)
+        if accepted or self._watch.waited >= _SCALER_WAIT:
+            self._judge_gradients(trainer, pl_module)
+            self._look_again(trainer, pl_module, optimizer)
+        elif self._watch.judge:
+            self._watch.waited += 1
+            self._watch.drop()
+        self._record(trainer, pl_module)
+
+    def _holds_gates(self, optimizer: Any, pl_module: nn.Module) -> bool:
+        """Whether this optimizer moves any gate (with several optimizers, the others say nothing about gates)."""
+        assert self.plan is not None
+        wanted = {g.parameter for g in self.plan.gates} | set(self.plan.zero_layers)
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return not wanted or any(id(p) in held for n, p in pl_module.named_parameters() if clean_name(n) in wanted)
+
+    def _judge_gradients(self, trainer: Any, pl_module: nn.Module) -> None:
+        observation = self._watch.observation
+        if observation is None or not self._watch.judge or self.plan is None:
+            return
+        self._watch.judge = False
+        observation.finish()
+        self._watch.observation = None
+        self.gradient_report = observation.gradients
+        self._watch.waking = Waking(self.gradient_report, self.patience)
+        self._watch.judged_now = True
+        self._alarm(trainer)
+        self._warn_about_sizes()
+
+    def _look_again(self, trainer: Any, pl_module: nn.Module, optimizer: Any) -> None:
+        """A real step: some gate may have woken, or used up its patience."""
+        waking = self._watch.waking
+        if self._watch.judged_now:
+            self._watch.judged_now = False
+            return
+        if waking is None or not waking.waiting or all(g["lr"] == 0 for g in optimizer.param_groups):
+            return
+        self.gradient_report = waking.step(pl_module)
+        self._alarm(trainer)
+
+    def _alarm(self, trainer: Any) -> None:
+        report = self.gradient_report
+        assert report is not None
+        if self._agreed(trainer, not report.ok):
+            from lit_resinit.errors import GradientError
+
+            self._act(self.gradient, GradientError(str(report), report))
+
+    def _warn_about_sizes(self) -> None:
+        assert self.gradient_report is not None
+        gates = self.gradient_report.gates.values()
+        exploding = [g for g in gates if g.status == "exploding"]
+        if exploding:
+            _warn(f"{together([g.parameter for g in exploding])}: {exploding[0].cause}, at {exploding[0].source}.")
+        slow = [g for g in gates if g.status == "alive" and g.slope < SLOW]
+        if slow:
+            by = f", attenuated by {slow[0].attenuated_by}" if slow[0].attenuated_by else ""
+            _warn(
+                f"slow start: only {slow[0].slope:.1e} of the error reaches {together([g.parameter for g in slow])}{by}. "
+                "Raise that factor, or close it instead of what lies before it."
+            )
+
+    # ---------------------------------------------------------------- 4. watch the blocks switch on
+
+    def _logs(self, trainer: Any) -> bool:
+        every = trainer.log_every_n_steps if self.log_every_n_steps is None else self.log_every_n_steps
+        return bool(every) and (_step_index(trainer) + 1) % every == 0
+
+    def _record(self, trainer: Any, pl_module: nn.Module) -> None:
+        if self.plan is None or self._watch.moments is None or self._watch.recorded:
+            return
+        self._watch.collect()
+        gates = gate_statistics(pl_module, self.plan)
+        record = to_record(trainer.global_step, gates, self._watch.moments)
+        self.history.append(record.step, record.gates, record.var_stream, record.var_branch)
+        self._watch.recorded = True
+
+    def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Send the record to every logger; a batch without backward or optimizer step is tried again."""
+        if self._watch.recorded:
+            self._send(trainer)
+            self._watch.end_record()
+        if self._watch.observation is not None and not _accumulates(trainer):
+            self._watch.drop()
+
+    def _send(self, trainer: Any) -> None:
+        values = metrics(self.history)
+        aggregates = {k: torch.tensor(v) for k, v in values.items() if k.count("/") == 1}
+        trainer.callback_metrics.update(aggregates)
+        if self._watch.logs:
+            for logger in trainer.loggers:
+                logger.log_metrics(values, step=_step_index(trainer) - 1)
+
+    def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
+        """Print the table, and write what was asked for."""
+        if self.plan is None or not len(self.history):
+            return
+        if self._measure_usefulness:
+            self.usefulness = _usefulness(trainer, pl_module, self.plan)
+        if trainer.is_global_zero:
+            Console().print(history_table(self.plan, self.history))
+            if self.report is not None:
+                from lit_resinit.report.figures import activation_figure
+
+                activation_figure(self.history).savefig(self.report)
+
+    # ---------------------------------------------------------------- verdicts and state
+
+    def _agreed(self, trainer: Any, found: bool) -> bool:
+        """One rank's finding is every rank's: all of them raise, or none."""
+        return bool(trainer.strategy.reduce_boolean_decision(found, all=False))
+
+    def _act(self, policy: Policy, error: ResInitError) -> None:
+        if policy == "raise":
+            self._watch.close()
+            raise error
+        if policy == "warn":
+            _warn(str(error))
+
+    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
+        """Leave no hook or mode behind."""
+        self._watch.close()
+
+    def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
+        """Leave no hook or mode behind."""
+        self._watch.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain types only, so that the checkpoint loads with ``weights_only=True``."""
+        return {"closed": self.plan is not None, "history": self.history.to_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue the history of the run that is resumed."""
+        self._resumed = bool(state_dict["closed"])
+        history = History.from_dict(state_dict["history"])
+        if not self.history.branches or history.branches == self.history.branches:
+            self.history = history
+
+
+class _Watch:
+    """What lives only while steps run: modes, hooks, and the numbers of one step."""
+
+    def __init__(self, judge: bool = False, fresh: bool = False) -> None:
+        self.judge, self.fresh = judge, fresh
+        self.observation: Observation | None = None
+        self.waking: Waking | None = None
+        self.waited, self.judged_now = 0, False
+        self.moments: Moments | None = None
+        self.recorded = self.logs = False
+        self._watcher: Watcher | None = None
+        self._modes = contextlib.ExitStack()
+
+    def start(self, trainer: Any, model: nn.Module, plan: ResidualPlan, batch: Any) -> None:
+        """Enter the modes for one forward."""
+        self.close_modes()
+        if batch is not None:
+            self.observation = Observation(model, plan, batch)
+            self.observation.start()
+        if plan.branches and not self.recorded:
+            self._watcher = Watcher(model, plan)
+            self._modes.enter_context(torch.compiler.set_stance("force_eager"))
+            self._modes.enter_context(self._watcher)
+            device = next(model.parameters()).device
+            self.moments = Moments(2 * len(plan)).to(device) if self.moments is None else self.moments
+        self.logs = batch is None or _is_logging(trainer)
+
+    def stop_forward(self, loss: Tensor | None) -> None:
+        """Leave the modes, innermost first."""
+        self.collect()
+        self.close_modes()
+        if self.observation is not None:
+            if loss is not None:
+                self.observation.link(loss)
+            self.observation.stop()
+
+    def collect(self) -> None:
+        """Move what the watcher measured into the moments."""
+        found = self._watcher.moments() if self._watcher is not None else None
+        if found is not None and self.moments is not None:
+            self.moments.update(*found)
+
+    def end_record(self) -> None:
+        """The record is written: forget its numbers."""
+        self.moments, self.recorded = None, False
+
+    def close_modes(self) -> None:
+        """Leave the watcher."""
+        self._modes.close()
+        self._watcher = None
+
+    def drop(self) -> None:
+        """Give up this step's observation; the next batch is observed instead."""
+        self.close_modes()
+        if self.observation is not None:
+            self.observation.close()
+            self.observation = None
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        self.drop()
+        self.end_record()
+
+
+# -------------------------------------------------------------------- what the Trainer knows
+
+
+def _check_options(
+    scheme: str, include: Any, exclude: Any, identity: str, gradient: str, patience: Any, on_ratio: Any, every: Any
+) -> None:
+    if scheme not in get_args(Scheme):
+        raise ValueError(f"Expected argument `scheme` to be one of {', '.join(get_args(Scheme))} but got {scheme!r}")
+    for name, policy in (("identity", identity), ("gradient", gradient)):
+        if policy not in get_args(Policy):
+            raise ValueError(f"Expected argument `{name}` to be one of {', '.join(get_args(Policy))} but got {policy!r}")
+    for name, patterns in (("include", include), ("exclude", exclude)):
+        if patterns is not None and not all(isinstance(p, str) for p in patterns):
+            raise TypeError(f"Expected argument `{name}` to be a glob or a list of globs but got {patterns!r}")
+    if not isinstance(patience, int) or patience < 1:
+        raise ValueError(f"Expected argument `patience` to be a number of steps of at least 1 but got {patience!r}")
+    if not isinstance(on_ratio, int | float) or not on_ratio > 0:
+        raise ValueError(f"Expected argument `on_ratio` to be a positive number but got {on_ratio!r}")
+    if every is not None and (not isinstance(every, int) or every < 0):
+        raise ValueError(f"Expected argument `log_every_n_steps` to be None or a number of steps but got {every!r}")
+
+
+def _may_come_later(pl_module: nn.Module) -> bool:
+    """Whether the module builds something after ``Callback.setup``: it overrides ``setup`` or ``configure_model``."""
+    base: Any = next(c for c in type(pl_module).__mro__ if c.__name__ == "LightningModule")
+    return any(getattr(type(pl_module), n) is not getattr(base, n) for n in ("setup", "configure_model"))
+
+
+def _candidates(trainer: Any, pl_module: Any, example_inputs: Any, tried: list[str]) -> Any:
+    """(what, positional inputs) in the order in which they are tried."""
+    if example_inputs is not None:
+        yield "example_inputs", as_arguments(example_inputs)
+        return
+    array = getattr(pl_module, "example_input_array", None)
+    if array is not None:
+        yield "example_input_array", (array,) if isinstance(array, Tensor) else as_arguments(array)
+    try:
+        loader = _train_loader(trainer, pl_module)
+        sizes = (4, None)
+        for size in sizes:
+            yield "a batch of the training data", (first_batch(loader, size),)
+    except (GeneratorExit, NoBranchError):
+        raise
+    except Exception as error:
+        tried.append(f"the training data: {type(error).__name__}: {error}")
+
+
+def _train_loader(trainer: Any, pl_module: Any) -> Any:
+    """The training loader, built once: what a hook returns is handed to the Trainer when it asks."""
+    source = trainer.fit_loop._data_source
+    if not source.is_module():
+        return source.instance
+    owner = source.instance
+    loader = owner.train_dataloader()
+
+    def once() -> Any:
+        vars(owner).pop("train_dataloader", None)
+        return loader
+
+    vars(owner)["train_dataloader"] = once
+    return loader
+
+
+def _step_index(trainer: Any) -> int:
+    """Optimizer steps counted by batches, the x-axis of Lightning's own logs."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def _is_logging(trainer: Any) -> bool:
+    every = trainer.log_every_n_steps
+    return bool(every) and (_step_index(trainer) + 1) % every == 0
+
+
+def _accumulates(trainer: Any) -> bool:
+    return bool(trainer.fit_loop._should_accumulate())
+
+
+def _all_finite(optimizer: Any) -> bool:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    sizes = gradient_sizes({str(i): p for i, p in enumerate(parameters)})
+    return all(math.isfinite(s) for s in sizes.values())
+
+
+def _check_optimizers(trainer: Any, pl_module: nn.Module, plan: ResidualPlan) -> None:
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    held = {id(p): group for group in groups for p in group["params"]}
+    wanted = {g.parameter for g in plan.gates}
+    gates = {clean_name(n): p for n, p in pl_module.named_parameters() if clean_name(n) in wanted}
+    lost = [n for n, p in gates.items() if id(p) not in held and p.requires_grad]
+    if lost:
+        raise GateOptimizerError(
+            f"looked for {len(gates)} gates in {len(groups)} parameter groups; expected each in one, found {len(lost)} in "
+            f"none: {', '.join(lost[:6])}{'' if len(lost) <= 6 else f' and {len(lost) - 6} more'}. Nothing would ever move "
+            "them. Build the optimizer from `self.parameters()` or `lit_resinit.param_groups(self, plan)`."
+        )
+    decayed = [n for n, p in gates.items() if held.get(id(p), {}).get("weight_decay")]
+    scalars = [n for n in decayed if gates[n].numel() == 1]
+    if scalars:
+        _warn(
+            f"weight_decay pulls on {len(scalars)} gates ({together(scalars)}); it holds them below what they want. Put them "
+            "in a group of their own: `lit_resinit.param_groups(self, plan)`."
+        )
+
+
+def _usefulness(trainer: Any, pl_module: Any, plan: ResidualPlan, batches: int = 4) -> dict[str, float]:
+    loaders = trainer.val_dataloaders or trainer.train_dataloader
+    loader = loaders[0] if isinstance(loaders, Sequence) else loaders
+    kept = [b for b, _ in zip(loader, range(batches), strict=False)]
+    run = training_step(trainer)
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        out = run(model, (pl_module.transfer_batch_to_device(batch, pl_module.device, 0),), {})
+        loss = out["loss"] if isinstance(out, dict) else out
+        if not isinstance(loss, Tensor):
+            raise ResInitError("measuring usefulness: expected training_step to return a loss, found none.")
+        return loss
+
+    return measure_usefulness(pl_module, plan, kept, loss_fn)
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, ResInitWarning, stacklevel=3)

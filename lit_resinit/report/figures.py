@@ -1,0 +1,57 @@
+"""Figures of a history, with matplotlib (extra ``report``)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lit_resinit.errors import ResInitError
+from lit_resinit.watch import History
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def activation_figure(history: History, title: str = "Residual blocks switching on") -> Figure:
+    """Heat map of the variance ratio: optimizer steps across, depth upwards, colour on a log scale.
+
+    Args:
+        history: A history with at least one record.
+        title: Title of the figure.
+
+    Returns:
+        A matplotlib figure; the dots mark the step at which each branch switched on.
+
+    Raises:
+        ResInitError: If matplotlib is missing, or the history is empty.
+
+    Example:
+        >>> import torch
+        >>> history = History(["a", "b"])
+        >>> history.append(0, torch.zeros(4, 2), torch.ones(2), torch.tensor([0.1, 0.5]))
+        >>> len(activation_figure(history).axes)
+        2
+    """
+    try:
+        from matplotlib.colors import LogNorm
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ResInitError("drawing the history: expected matplotlib, found none. Run `pip install lit-resinit[report]`.") from error
+    if not len(history):
+        raise ResInitError("drawing the history: expected at least one record, found none. Train with the callback first.")
+    figure = Figure(figsize=(8.0, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    steps, ratio = history.steps.tolist(), history.variance_ratio.T.numpy()
+    lowest = max(history.on_ratio / 100, 1e-8)
+    colours = ratio.clip(min=lowest)
+    edges = [*steps, steps[-1] + max(1, (steps[-1] - steps[0]) // max(1, len(steps) - 1))]
+    mesh = axes.pcolormesh(
+        edges, range(len(history.branches) + 1), colours, norm=LogNorm(lowest, max(1.0, colours[colours == colours].max())),
+        cmap="viridis",
+    )
+    on = [(step, depth + 0.5) for depth, step in enumerate(history.switched_on().values()) if step is not None]
+    if on:
+        axes.scatter(*zip(*on, strict=True), s=4, color="white", label=f"ratio reached {history.on_ratio:g}")
+        axes.legend(loc="lower right", fontsize="small")
+    axes.set(xlabel="optimizer step", ylabel="branch, first to last", title=title)
+    figure.colorbar(mesh, label="Var(branch) / Var(stream)")
+    return figure
