@@ -3,34 +3,63 @@
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from lit_resinit.errors import GateError as GateError
-from lit_resinit.errors import GateOptimizerError as GateOptimizerError
-from lit_resinit.errors import FoldError as FoldError
-from lit_resinit.errors import GradientError as GradientError
-from lit_resinit.errors import IdentityError as IdentityError
-from lit_resinit.errors import NoBranchError as NoBranchError
-from lit_resinit.errors import ResInitError as ResInitError
-from lit_resinit.errors import ResInitWarning as ResInitWarning
-from lit_resinit.errors import TraceError as TraceError
-from lit_resinit.errors import TrainedWeightsError as TrainedWeightsError
-from lit_resinit.gates import Gate as Gate
-from lit_resinit.gradients import GradientReport as GradientReport
-from lit_resinit.gradients import check_gradients as check_gradients
-from lit_resinit.gradients import observe as observe
-from lit_resinit.identity import IdentityReport as IdentityReport
-from lit_resinit.identity import check_identity as check_identity
-from lit_resinit.plan import Branch as Branch
-from lit_resinit.plan import ResidualPlan as ResidualPlan
-from lit_resinit.plan import make_plan as make_plan
-from lit_resinit.schemes import ScalarGate as ScalarGate
-from lit_resinit.schemes import apply_ as apply_
-from lit_resinit.schemes import fold_ as fold_
-from lit_resinit.schemes import param_groups as param_groups
-from lit_resinit.usefulness import measure_usefulness as measure_usefulness
-from lit_resinit.watch import History as History
+from lit_resinit.errors import GateError
+from lit_resinit.errors import GateOptimizerError
+from lit_resinit.errors import FoldError
+from lit_resinit.errors import GradientError
+from lit_resinit.errors import IdentityError
+from lit_resinit.errors import NoBranchError
+from lit_resinit.errors import ResInitError
+from lit_resinit.errors import ResInitWarning
+from lit_resinit.errors import TraceError
+from lit_resinit.errors import TrainedWeightsError
+from lit_resinit.gates import Gate
+from lit_resinit.gradients import GradientReport
+from lit_resinit.gradients import check_gradients
+from lit_resinit.gradients import observe
+from lit_resinit.identity import IdentityReport
+from lit_resinit.identity import check_identity
+from lit_resinit.plan import Branch
+from lit_resinit.plan import ResidualPlan
+from lit_resinit.plan import make_plan
+from lit_resinit.schemes import ScalarGate
+from lit_resinit.schemes import apply_
+from lit_resinit.schemes import fold_
+from lit_resinit.schemes import param_groups
+from lit_resinit.usefulness import measure_usefulness
+from lit_resinit.watch import History
 
 if TYPE_CHECKING:
-    from lit_resinit.callback import ResidualInit as ResidualInit
+    from lit_resinit.callback import ResidualInit
+
+__all__ = [
+    "Branch",
+    "FoldError",
+    "Gate",
+    "GateError",
+    "GateOptimizerError",
+    "GradientError",
+    "GradientReport",
+    "History",
+    "IdentityError",
+    "IdentityReport",
+    "NoBranchError",
+    "ResInitError",
+    "ResInitWarning",
+    "ResidualInit",
+    "ResidualPlan",
+    "ScalarGate",
+    "TraceError",
+    "TrainedWeightsError",
+    "apply_",
+    "check_gradients",
+    "check_identity",
+    "fold_",
+    "make_plan",
+    "measure_usefulness",
+    "observe",
+    "param_groups",
+]
 
 try:
     __version__ = version("lit-resinit")

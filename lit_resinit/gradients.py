@@ -263,10 +263,10 @@ class _Judge:
         }.get(reason.kind, f"`{op}` sends nothing back")
         if frozen:
             why += f", because {', '.join(frozen)} is zero and frozen"
+        elif judged.gate in reason.parameters and reason.kind == "factor":
+            why += f", a value computed from the zero output of {judged.gate} itself"
         elif others:
             why += f", because {', '.join(others)} is zero too and has no gradient either"
-        elif judged.name in reason.parameters and reason.kind == "factor":
-            why += f", a value computed from the zero output of {judged.name} itself"
         if reason.call == reader and reason.kind == "factor":
             return f"the input of the gate is zero: {why}"
         if end >= 0 and reason.call > end:

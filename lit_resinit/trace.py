@@ -26,7 +26,7 @@ from lit_resinit.errors import TraceError
 TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 PACKAGE_FOLDER = os.path.dirname(__file__) + os.sep
 # Frames between an operation and the mode that records it.
-_MACHINERY = (PACKAGE_FOLDER, *(TORCH_FOLDER + name for name in ("_dynamo", "_compile", "utils/_python_dispatch")))
+_MACHINERY = (PACKAGE_FOLDER, *(TORCH_FOLDER + name for name in ("_dynamo", "_compile", "_ops.py", "utils/_python_dispatch")))
 COMPILED_PREFIX = "_orig_mod."
 
 Run = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
