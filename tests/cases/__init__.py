@@ -1,0 +1,1 @@
+"""Small models with a known answer; see :mod:`cases.base`."""
