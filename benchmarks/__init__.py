@@ -1,0 +1,1 @@
+"""Measurements that are no tests: public models, and what a step costs."""
