@@ -3,29 +3,23 @@
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from lit_resinit.errors import GateError
-from lit_resinit.errors import GateOptimizerError
-from lit_resinit.errors import FoldError
-from lit_resinit.errors import GradientError
-from lit_resinit.errors import IdentityError
-from lit_resinit.errors import NoBranchError
-from lit_resinit.errors import ResInitError
-from lit_resinit.errors import ResInitWarning
-from lit_resinit.errors import TraceError
-from lit_resinit.errors import TrainedWeightsError
+from lit_resinit.errors import (
+    FoldError,
+    GateError,
+    GateOptimizerError,
+    GradientError,
+    IdentityError,
+    NoBranchError,
+    ResInitError,
+    ResInitWarning,
+    TraceError,
+    TrainedWeightsError,
+)
 from lit_resinit.gates import Gate
-from lit_resinit.gradients import GradientReport
-from lit_resinit.gradients import check_gradients
-from lit_resinit.gradients import observe
-from lit_resinit.identity import IdentityReport
-from lit_resinit.identity import check_identity
-from lit_resinit.plan import Branch
-from lit_resinit.plan import ResidualPlan
-from lit_resinit.plan import make_plan
-from lit_resinit.schemes import ScalarGate
-from lit_resinit.schemes import apply_
-from lit_resinit.schemes import fold_
-from lit_resinit.schemes import param_groups
+from lit_resinit.gradients import GradientReport, check_gradients, observe
+from lit_resinit.identity import IdentityReport, check_identity
+from lit_resinit.plan import Branch, ResidualPlan, make_plan
+from lit_resinit.schemes import ScalarGate, apply_, fold_, param_groups
 from lit_resinit.usefulness import measure_usefulness
 from lit_resinit.watch import History
 

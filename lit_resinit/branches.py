@@ -13,7 +13,7 @@ from lit_resinit.trace import Graph, Node
 # What a stream may pass and still be the stream: nothing here changes a value that it keeps.
 _STREAM_OPS = ops.MOVES | {"view", "part", "scale", "cat", "shift"}
 _LINEAR_OPS = _STREAM_OPS | {"norm", "add", "mm", "conv", "statistic", "copy_into", "stack"}
-_SELECTIONS = frozenset("add maximum minimum where cat stack copy_into".split())
+_SELECTIONS = frozenset(["add", "maximum", "minimum", "where", "cat", "stack", "copy_into"])
 _WALK_LIMIT = 64
 
 
@@ -84,6 +84,9 @@ class _Finder:
                 self.found[node.index] = addition
         self._drop_summands()
         self._drop_inner_scaled()
+        for addition in self.found.values():
+            if addition.previous is not None and addition.previous.node not in self.found:
+                self._link(addition)
         return list(self.found.values())
 
     def _addresses(self) -> list[Address]:
@@ -388,6 +391,7 @@ class _Finder:
 
     def _link(self, addition: Addition) -> None:
         """Follow the skip back to the addition before it on the same stream, noting what lies between."""
+        addition.previous = None
         current, between = addition.skip, []
         for _ in range(_WALK_LIMIT):
             earlier = self.found.get(current)
@@ -416,7 +420,6 @@ class _Finder:
                 inner = self.found.get(node.index)
                 if inner is not None and inner.projection and inner.stream != addition.node:
                     del self.found[node.index]
-                    self._relink(inner)
                 if inner is None or inner.projection:
                     if node.op == "add":
                         stack.extend(node.inputs)
@@ -425,21 +428,10 @@ class _Finder:
 
     def _drop_inner_scaled(self) -> None:
         """A learned factor on the skip of a sum inside a branch is that branch's own arithmetic (a D term, a mix)."""
-        scaled = [a for a in self.found.values() if any(self.nodes[i].op == "mul" for i in a.scales)]
-        for addition in scaled:
-            if any(
-                addition.node in other.interior and not other.scales
-                for other in self.found.values()
-                if other is not addition and other.node > addition.node
-            ):
-                del self.found[addition.node]
-                self._relink(addition)
-
-    def _relink(self, gone: Addition) -> None:
-        for addition in self.found.values():
-            if addition.previous is gone:
-                addition.previous = None
-                self._link(addition)
+        inside = {i for a in self.found.values() if not a.scales for i in a.interior if i in self.found}
+        for index in inside:
+            if any(self.nodes[i].op == "mul" for i in self.found[index].scales):
+                del self.found[index]
 
 
 class _Depth:

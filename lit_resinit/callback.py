@@ -9,10 +9,17 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
 from rich.console import Console
+from torch import Tensor, nn
 
-from lit_resinit.errors import GateOptimizerError, IdentityError, NoBranchError, ResInitError, ResInitWarning, TraceError
+from lit_resinit.errors import (
+    GateOptimizerError,
+    IdentityError,
+    NoBranchError,
+    ResInitError,
+    ResInitWarning,
+    TraceError,
+)
 from lit_resinit.gradients import SLOW, GradientReport, Observation, Waking, gradient_sizes
 from lit_resinit.identity import IdentityReport
 from lit_resinit.inputs import first_batch, training_step
@@ -172,9 +179,9 @@ class ResidualInit(Callback):
         )
 
     def _accept(self, plan: ResidualPlan) -> None:
-        if self.plan is not None and [b.name for b in plan.branches] != self.history.branches:
-            self.history = History([b.name for b in plan.branches], self.on_ratio)
-        elif not self.history.branches:
+        if (
+            self.plan is not None and [b.name for b in plan.branches] != self.history.branches
+        ) or not self.history.branches:
             self.history = History([b.name for b in plan.branches], self.on_ratio)
         self.plan = plan
 
@@ -446,7 +453,9 @@ def _check_options(
         raise ValueError(f"Expected argument `scheme` to be one of {', '.join(get_args(Scheme))} but got {scheme!r}")
     for name, policy in (("identity", identity), ("gradient", gradient)):
         if policy not in get_args(Policy):
-            raise ValueError(f"Expected argument `{name}` to be one of {', '.join(get_args(Policy))} but got {policy!r}")
+            raise ValueError(
+                f"Expected argument `{name}` to be one of {', '.join(get_args(Policy))} but got {policy!r}"
+            )
     for name, patterns in (("include", include), ("exclude", exclude)):
         if patterns is not None and not all(isinstance(p, str) for p in patterns):
             raise TypeError(f"Expected argument `{name}` to be a glob or a list of globs but got {patterns!r}")

@@ -158,6 +158,7 @@ class Flow:
         self.graph, self.values, self.arriving, self.edges = graph, values, arriving, edges
         self.additions, self.frozen = additions, frozen
         self.leaves = {n.name: n.index for n in graph.nodes if n.op == "parameter"}
+        self._readers = self._find_readers()
         self._spelled: dict[int, list[int]] = {}
         for node in graph.nodes:
             if node.call >= 0:
@@ -245,7 +246,9 @@ class Flow:
                 reasons.append(Reason(kind, call, names - {"<data>", "<constant>"}))
             elif self._value(operand) == 0.0:
                 names = self.explain_zero(operand)
-                reasons.append(Reason("data" if names == {"<data>"} else "slope", call, names - {"<data>", "<constant>"}))
+                reasons.append(
+                    Reason("data" if names == {"<data>"} else "slope", call, names - {"<data>", "<constant>"})
+                )
             else:
                 reasons.append(Reason("data", call))
         return reasons or [Reason("data", call)]
@@ -314,7 +317,11 @@ class Flow:
         inputs = node.inputs
         if node.op in ops.PRODUCTS and node.call >= 0:
             return [i for i in inputs if self._value(i) == 0.0]
-        return [i for i in inputs if self._value(i) == 0.0 or (i not in self.values and self.graph.nodes[i].call == node.call)]
+        return [
+            i
+            for i in inputs
+            if self._value(i) == 0.0 or (i not in self.values and self.graph.nodes[i].call == node.call)
+        ]
 
     # ---------------------------------------------------------------- sizes along the way
 
@@ -330,18 +337,18 @@ class Flow:
 
     def reader(self, name: str) -> int | None:
         """The operation in which a parameter meets the data: the product, addition or kernel that reads it."""
-        leaf = self.leaves.get(name)
-        for node in self.graph.nodes if leaf is not None else ():
-            if node.call >= 0 and node.data and any(self._shows(i, leaf) for i in node.inputs):
-                return node.call
-        return None
+        return self._readers.get(self.leaves.get(name, -1))
 
-    def _shows(self, node: int, leaf: int | None) -> bool:
-        for _ in range(16):
-            if node == leaf:
-                return True
-            current = self.graph.nodes[node]
-            if current.data or not current.learned or not current.inputs:
-                return False
-            node = next((i for i in current.inputs if self.graph.nodes[i].learned), current.inputs[0])
-        return False
+    def _find_readers(self) -> dict[int, int]:
+        readers: dict[int, int] = {}
+        shown: dict[int, frozenset[int]] = {index: frozenset({index}) for index in self.leaves.values()}
+        for node in self.graph.nodes:
+            leaves = frozenset[int]().union(*(shown[i] for i in node.inputs if i in shown))
+            if not leaves:
+                continue
+            if node.data:
+                for leaf in leaves:
+                    readers.setdefault(leaf, node.call)
+            else:
+                shown[node.index] = leaves
+        return readers

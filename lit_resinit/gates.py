@@ -17,7 +17,7 @@ from lit_resinit.trace import Graph, Node, clean_name
 GateKind = Literal["norm", "scale", "layer", "inserted"]
 
 _PASS = ops.MOVES | {"view", "part", "scale"}
-_SOURCE_FIRST = frozenset("slice_scatter select_scatter".split())
+_SOURCE_FIRST = frozenset(["slice_scatter", "select_scatter"])
 _TAIL_LIMIT = 10_000
 
 
@@ -135,7 +135,7 @@ class GateFinder:
         return tail
 
     def _step(self, node: Node, addition: Addition, tail: Tail, biases: list[str]) -> int | None:
-        if node.op in _PASS and node.number != 0 or (node.op == "shift" and node.number == 0):
+        if (node.op in _PASS and node.number != 0) or (node.op == "shift" and node.number == 0):
             return node.inputs[0]
         if node.op == "add":
             return self._through_sum(node, addition, tail, biases)
@@ -312,9 +312,7 @@ class GateFinder:
             return True
         if node.op != "mul":
             return False
-        return any(
-            self._is_statistic(factor, base) for factor, base in (node.inputs, tuple(reversed(node.inputs)))
-        )
+        return any(self._is_statistic(factor, base) for factor, base in (node.inputs, tuple(reversed(node.inputs))))
 
     def _is_statistic(self, factor: int, base: int) -> bool:
         for _ in range(16):

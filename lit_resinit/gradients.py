@@ -312,7 +312,9 @@ class _Judge:
             if v.status == "alive" and v.size > limit:
                 ratio = v.size / (limit / EXPLODING)
                 where, source = self._steepest(v)
-                cause = f"its gradient is {ratio:.1e} times the median over gates{where}: a normalisation of a zero vector"
+                cause = (
+                    f"its gradient is {ratio:.1e} times the median over gates{where}: a normalisation of a zero vector"
+                )
                 verdicts[name] = dataclasses.replace(v, status="exploding", cause=cause, source=source)
 
     def _steepest(self, v: GateGradient) -> tuple[str, str]:
@@ -488,13 +490,17 @@ class Waking:
         for name in list(self._asleep):
             size = sizes.get(name)
             if size is not None and not math.isfinite(size):
-                gates[name] = dataclasses.replace(gates[name], status="nonfinite", size=size, cause="NaN or inf on waking")
+                gates[name] = dataclasses.replace(
+                    gates[name], status="nonfinite", size=size, cause="NaN or inf on waking"
+                )
             elif size:
                 gates[name] = dataclasses.replace(gates[name], status="alive", cause="", waits_for=None, size=size)
                 self.woke[name] = self.steps
             elif self.steps >= self.patience:
                 cause = f"it slept through {self.steps} optimizer steps: {gates[name].cause}"
-                gates[name] = dataclasses.replace(gates[name], status="missing" if size is None else "dead", cause=cause)
+                gates[name] = dataclasses.replace(
+                    gates[name], status="missing" if size is None else "dead", cause=cause
+                )
             else:
                 continue
             self._asleep.remove(name)

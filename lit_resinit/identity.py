@@ -246,9 +246,7 @@ class IdentityProbe(Recorder):
                 return name
         return None
 
-    def _stack(
-        self, stack: str, rows: tuple[BranchIdentity, ...], values: tuple[float, ...] | None
-    ) -> StackIdentity:
+    def _stack(self, stack: str, rows: tuple[BranchIdentity, ...], values: tuple[float, ...] | None) -> StackIdentity:
         members = [b for b in self.plan.active if self._stack_of[b.name] == stack]
         last = self._last[stack]
         between = [x for b in members[1:] for x in b.between] + list(self.plan.after_last.get(last, ()))
@@ -277,9 +275,11 @@ def peak_of(tensor: Tensor) -> Tensor | None:
         if tensor.numel() == 0 or tensor.is_meta:
             return None
         values = tensor.detach()
-        if values.dtype == torch.bool:
-            return values.any().float()
-        return values.abs().amax().float()
+        if values.dtype.is_floating_point:
+            return torch.linalg.vector_norm(
+                values, math.inf, dtype=torch.float32 if values.dtype != torch.float64 else None
+            )
+        return values.any().float() if values.dtype == torch.bool else values.abs().amax().float()
     except (RuntimeError, NotImplementedError):  # complex, sparse and quantised tensors
         return None
 

@@ -123,7 +123,15 @@ def _silence(module: nn.Module, trainer: Any) -> None:
         own = vars(child)
         own["_trainer"] = quiet
         nothing = _Silent()
-        for name in ("log", "log_dict", "print", "manual_backward", "toggle_optimizer", "untoggle_optimizer", "clip_gradients"):
+        for name in (
+            "log",
+            "log_dict",
+            "print",
+            "manual_backward",
+            "toggle_optimizer",
+            "untoggle_optimizer",
+            "clip_gradients",
+        ):
             own[name] = nothing
         count = _count_optimizers(child)
         own["optimizers"] = lambda *a, count=count, **k: nothing if count == 1 else [_Silent() for _ in range(count)]

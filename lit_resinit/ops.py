@@ -11,59 +11,176 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 # Moves, copies, pools or drops values: zero stays zero, the slope does not vanish, and a stream stays a stream.
 MOVES = frozenset(
-    """
-    alias clone contiguous detach lift lift_fresh lift_fresh_copy _to_copy to copy _unsafe_view _reshape_alias reshape
-    view expand_copy repeat repeat_interleave tile roll flip rot90 permute_copy t_copy transpose_copy
-    constant_pad_nd pad reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d
-    replication_pad3d avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool1d
-    max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d max_pool1d
-    mkldnn_max_pool2d fractional_max_pool2d max amax mean sum
-    upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
-    upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa
-    index index_select gather take take_along_dim masked_select
-    pixel_shuffle pixel_unshuffle native_channel_shuffle channel_shuffle im2col col2im unfold grid_sampler_2d
-    native_dropout dropout feature_dropout _fused_dropout
-    """.split()
+    [
+        "alias",
+        "clone",
+        "contiguous",
+        "detach",
+        "lift",
+        "lift_fresh",
+        "lift_fresh_copy",
+        "_to_copy",
+        "to",
+        "copy",
+        "_unsafe_view",
+        "_reshape_alias",
+        "reshape",
+        "view",
+        "expand_copy",
+        "repeat",
+        "repeat_interleave",
+        "tile",
+        "roll",
+        "flip",
+        "rot90",
+        "permute_copy",
+        "t_copy",
+        "transpose_copy",
+        "constant_pad_nd",
+        "pad",
+        "reflection_pad1d",
+        "reflection_pad2d",
+        "reflection_pad3d",
+        "replication_pad1d",
+        "replication_pad2d",
+        "replication_pad3d",
+        "avg_pool1d",
+        "avg_pool2d",
+        "avg_pool3d",
+        "_adaptive_avg_pool2d",
+        "_adaptive_avg_pool3d",
+        "adaptive_avg_pool1d",
+        "max_pool2d_with_indices",
+        "max_pool3d_with_indices",
+        "adaptive_max_pool2d",
+        "adaptive_max_pool3d",
+        "max_pool1d",
+        "mkldnn_max_pool2d",
+        "fractional_max_pool2d",
+        "max",
+        "amax",
+        "mean",
+        "sum",
+        "upsample_nearest1d",
+        "upsample_nearest2d",
+        "upsample_nearest3d",
+        "_upsample_nearest_exact1d",
+        "_upsample_nearest_exact2d",
+        "upsample_linear1d",
+        "upsample_bilinear2d",
+        "upsample_bicubic2d",
+        "upsample_trilinear3d",
+        "_upsample_bilinear2d_aa",
+        "index",
+        "index_select",
+        "gather",
+        "take",
+        "take_along_dim",
+        "masked_select",
+        "pixel_shuffle",
+        "pixel_unshuffle",
+        "native_channel_shuffle",
+        "channel_shuffle",
+        "im2col",
+        "col2im",
+        "unfold",
+        "grid_sampler_2d",
+        "native_dropout",
+        "dropout",
+        "feature_dropout",
+        "_fused_dropout",
+    ]
 )
-PARTIAL_VIEWS = frozenset("slice select split split_with_sizes unbind narrow chunk tensor_split diagonal".split())
+PARTIAL_VIEWS = frozenset(
+    ["slice", "select", "split", "split_with_sizes", "unbind", "narrow", "chunk", "tensor_split", "diagonal"]
+)
 DOWNSAMPLES = frozenset(
-    "avg_pool1d avg_pool2d avg_pool3d max_pool2d_with_indices max_pool3d_with_indices pixel_unshuffle".split()
+    ["avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool2d_with_indices", "max_pool3d_with_indices", "pixel_unshuffle"]
 )
 POOLS = DOWNSAMPLES | {"_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d"}
 # Writes its source into a tensor; zero in, zero out as long as every source is zero.
 MERGES = frozenset(
-    """
-    cat stack where masked_fill scatter scatter_add scatter_reduce index_add index_put index_copy masked_scatter
-    slice_scatter select_scatter slice_backward copy_into
-    """.split()
+    [
+        "cat",
+        "stack",
+        "where",
+        "masked_fill",
+        "scatter",
+        "scatter_add",
+        "scatter_reduce",
+        "index_add",
+        "index_put",
+        "index_copy",
+        "masked_scatter",
+        "slice_scatter",
+        "select_scatter",
+        "slice_backward",
+        "copy_into",
+    ]
 )
 # Linear in a learned weight.
-LAYERS = frozenset("mm conv embedding".split())
+LAYERS = frozenset(["mm", "conv", "embedding"])
 # Products of two tensors; the output is zero when one factor is, and the slope is the other factor.
-PRODUCTS = frozenset("mul mm bmm conv dot mv matmul linear".split())
+PRODUCTS = frozenset(["mul", "mm", "bmm", "conv", "dot", "mv", "matmul", "linear"])
 NORMS = frozenset(
-    """
-    native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit _batch_norm_with_update
-    cudnn_batch_norm miopen_batch_norm _fused_rms_norm rms_norm mkldnn_batch_norm
-    batch_norm layer_norm group_norm instance_norm
-    """.split()
+    [
+        "native_layer_norm",
+        "native_group_norm",
+        "native_batch_norm",
+        "_native_batch_norm_legit",
+        "_batch_norm_with_update",
+        "cudnn_batch_norm",
+        "miopen_batch_norm",
+        "_fused_rms_norm",
+        "rms_norm",
+        "mkldnn_batch_norm",
+        "batch_norm",
+        "layer_norm",
+        "group_norm",
+        "instance_norm",
+    ]
 )
 ATTENTION = frozenset(
-    """
-    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention scaled_dot_product_attention
-    _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
-    _scaled_dot_product_fused_attention_overrideable
-    """.split()
+    [
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention",
+        "scaled_dot_product_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    ]
 )
-REDUCTIONS = frozenset("mean sum var var_mean std std_mean norm linalg_vector_norm amax amin logsumexp".split())
+REDUCTIONS = frozenset(
+    ["mean", "sum", "var", "var_mean", "std", "std_mean", "norm", "linalg_vector_norm", "amax", "amin", "logsumexp"]
+)
 # Produce values that do not depend on the values of the tensor they are given.
 FACTORIES = frozenset(
-    """
-    empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_zeros new_ones new_full
-    new_empty_strided zero fill uniform normal exponential geometric log_normal cauchy bernoulli random
-    """.split()
+    [
+        "empty_like",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "new_empty",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty_strided",
+        "zero",
+        "fill",
+        "uniform",
+        "normal",
+        "exponential",
+        "geometric",
+        "log_normal",
+        "cauchy",
+        "bernoulli",
+        "random",
+    ]
 )
-NORMAL_NOISE = frozenset("randn normal randn_like normal_functional".split())
+NORMAL_NOISE = frozenset(["randn", "normal", "randn_like", "normal_functional"])
 
 
 @functools.cache

@@ -267,6 +267,9 @@ class _Planner:
         for output in graph.outputs:
             for leaf, node in enumerate(output.nodes):
                 self.outputs.setdefault(node, []).append((output.module, leaf))
+        self.sums = {a.node for a in self.additions}
+        self.leaves = {n.name: n.index for n in graph.nodes if n.op == "parameter"}
+        self.tails = {a.node: self.finder.tail(a) for a in self.additions}
         self.names = self._names()
 
     def plan(self, include: str | Sequence[str] | None, exclude: str | Sequence[str] | None) -> ResidualPlan:
@@ -274,7 +277,6 @@ class _Planner:
         if not self.additions and self.scheme != "observe":
             raise NoBranchError(self._nothing_found())
         self.closed = {a.node: self.finder.closed_gates(a) for a in self.additions}
-        self.tails = {a.node: self.finder.tail(a) for a in self.additions}
         self.scalable = {
             node
             for a in self.additions
@@ -320,7 +322,9 @@ class _Planner:
                     if self.finder.is_zero(branch) and not self.finder.is_zero(skip):
                         address = Address(*key, count)
                         found.append(
-                            Addition(position, skip, branch, skip, False, (), frozenset(), call.owner, address, root=skip)
+                            Addition(
+                                position, skip, branch, skip, False, (), frozenset(), call.owner, address, root=skip
+                            )
                         )
                         break
         return [a for a in found if self.finder.closed_gates(a)]
@@ -343,7 +347,7 @@ class _Planner:
 
     def _submodule(self, addition: Addition) -> str:
         """The one sub-module that computes the branch, else the last one with a layer, else the block."""
-        ends = self.finder.tail(addition).passed
+        ends = self.tails[addition.node].passed
         owners = []
         for index in sorted(addition.interior or ends):
             node = self.graph.nodes[index]
@@ -370,7 +374,7 @@ class _Planner:
 
     # ---------------------------------------------------------------- one branch
 
-    def _branch(self, addition: Addition, chosen: bool, lengths: dict[int, int], norms: dict[str, str]) -> Branch:
+    def _branch(self, addition: Addition, chosen: bool, lengths: dict[int, int], norms: dict[str, list[str]]) -> Branch:
         call = self.graph.calls[self.graph.nodes[addition.node].call]
         action, gates, tail = self._decide(addition, chosen)
         stopped = next((t for t in tail.leaves() if not t.gates), None) if not gates else None
@@ -387,9 +391,11 @@ class _Planner:
             previous=self.names.get(addition.previous.node) if addition.previous else None,
             between=self._labels(addition.between),
             factor=self._factor_names(addition),
-            norms=tuple(p for p, owner in norms.items() if _below(owner, addition.block) and addition.block),
+            norms=tuple(dict.fromkeys(norms.get(addition.block, ()))),
             length=lengths[addition.node],
-            reason=f"{stopped.reason} ({_at(self.graph.source(stopped.stopped_by))})" if stopped and stopped.stopped_by else "",
+            reason=f"{stopped.reason} ({_at(self.graph.source(stopped.stopped_by))})"
+            if stopped and stopped.stopped_by
+            else "",
             culprit=self.graph.owner(stopped.stopped_by) if stopped and stopped.stopped_by else "",
         )
 
@@ -460,15 +466,13 @@ class _Planner:
     def _can_carry(self, module: str, leaf: int, node: int, tail: Tail) -> bool:
         if not module or module not in self.modules:
             return False
-        path = {*tail.passed, *(a.node for a in self.additions)}
         readers = self.finder.readers[node]
-        return all(r in path or r in self.scalable for r in readers) and all(
+        return all(r in self.sums or r in tail.passed or r in self.scalable for r in readers) and all(
             leaf < len(nodes) and nodes[leaf] in self.scalable for nodes in self.called[module]
         )
 
     def _only_used_here(self, names: tuple[str, ...], calls: int) -> bool:
-        leaves = {n.name: n.index for n in self.graph.nodes if n.op == "parameter" and n.name in names}
-        return all(len(self.finder.readers[leaves[n]]) <= calls for n in names if n in leaves)
+        return all(len(self.finder.readers[self.leaves[n]]) <= calls for n in names if n in self.leaves)
 
     # ---------------------------------------------------------------- streams
 
@@ -526,14 +530,19 @@ class _Planner:
             stack += node.inputs
         return found
 
-    def _norm_parameters(self) -> dict[str, str]:
-        """Affine parameters of every norm, with the module that runs it."""
-        found: dict[str, str] = {}
+    def _norm_parameters(self) -> dict[str, list[str]]:
+        """Affine parameters of the norms in every block."""
+        blocks = {a.block for a in self.additions if a.block}
+        found: dict[str, list[str]] = {b: [] for b in blocks}
         for node in self.graph.nodes:
-            if node.op == "mul" and any(self.graph.nodes[i].op == "norm" for i in node.inputs):
-                for i in node.inputs:
-                    for name in self._parameters_below([i]) if not self.graph.nodes[i].data else ():
-                        found[name] = self.graph.owner(node.index)
+            if node.op != "mul" or not any(self.graph.nodes[i].op == "norm" for i in node.inputs):
+                continue
+            names = self._parameters_below([i for i in node.inputs if not self.graph.nodes[i].data])
+            owner = self.graph.owner(node.index)
+            while owner:
+                if owner in blocks:
+                    found[owner] += names
+                owner = owner.rpartition(".")[0]
         return found
 
     # ---------------------------------------------------------------- what is judged, what is refused
@@ -585,9 +594,7 @@ def _cannot_close(scheme: str, stuck: list[Branch]) -> str:
 # -------------------------------------------------------------------- include and exclude
 
 
-def select(
-    names: list[str], include: str | Sequence[str] | None, exclude: str | Sequence[str] | None
-) -> set[str]:
+def select(names: list[str], include: str | Sequence[str] | None, exclude: str | Sequence[str] | None) -> set[str]:
     """The names that the patterns leave.
 
     Raises:

@@ -272,8 +272,12 @@ def _fold_targets(
     shared = [key for key, _ in targets if key in parameters and uses[id(parameters[key])] > 1]
     missing = [key for key, _ in targets if key not in parameters]
     if not targets or shared or missing:
-        why = f"{shared[0]} is used elsewhere too" if shared else f"{missing[0]} is gone" if missing else (
-            "the module does not end in a layer whose output it multiplies directly"
+        why = (
+            f"{shared[0]} is used elsewhere too"
+            if shared
+            else f"{missing[0]} is gone"
+            if missing
+            else ("the module does not end in a layer whose output it multiplies directly")
         )
         raise FoldError(
             f"folding the gate on {name}: expected weights before it that can take its value exactly, but {why}. Keep "

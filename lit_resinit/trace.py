@@ -26,7 +26,10 @@ from lit_resinit.errors import TraceError
 TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 PACKAGE_FOLDER = os.path.dirname(__file__) + os.sep
 # Frames between an operation and the mode that records it.
-_MACHINERY = (PACKAGE_FOLDER, *(TORCH_FOLDER + name for name in ("_dynamo", "_compile", "_ops.py", "utils/_python_dispatch")))
+_MACHINERY = (
+    PACKAGE_FOLDER,
+    *(TORCH_FOLDER + name for name in ("_dynamo", "_compile", "_ops.py", "utils/_python_dispatch")),
+)
 COMPILED_PREFIX = "_orig_mod."
 
 Run = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
@@ -151,15 +154,21 @@ class _Measuring(threading.local):
 _measuring = _Measuring()
 
 
-@contextlib.contextmanager
-def measuring() -> Iterator[None]:
-    """Operations inside are this package's own measurements: no mode of ours records them."""
-    before, _measuring.active = _measuring.active, True
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        _measuring.active = before
+class measuring:  # noqa: N801 - used as a function
+    """Operations inside are this package's own measurements: no gradient, and no mode of any kind sees them."""
+
+    __slots__ = ("_before", "_grad", "_guard")
+
+    def __enter__(self) -> None:
+        self._before, _measuring.active = _measuring.active, True
+        self._grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        self._guard = torch._C._DisableTorchDispatch()
+
+    def __exit__(self, *exc: Any) -> None:
+        del self._guard
+        torch._C._set_grad_enabled(self._grad)
+        _measuring.active = self._before
 
 
 def is_not_forward(func: OpOverload) -> bool:
@@ -317,7 +326,9 @@ class Recorder(TorchDispatchMode):
             if overwrites:
                 self._overwrite(tensor, node)
             else:
-                self._remember(tensor, node, fresh=not any(tensor is t for t in targets) and not self._aliases(tensor, args))
+                self._remember(
+                    tensor, node, fresh=not any(tensor is t for t in targets) and not self._aliases(tensor, args)
+                )
         call.outputs = tuple(n for n in nodes if graph.nodes[n].call == index)
 
     def _aliases(self, tensor: Tensor, args: tuple[Any, ...]) -> bool:
@@ -353,7 +364,9 @@ class Recorder(TorchDispatchMode):
 class _Spelling:
     """Writes one operation as its parts: product, addition, norm, and so on."""
 
-    def __init__(self, recorder: Recorder, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, recorder: Recorder, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         self._recorder, self._index, self._call = recorder, index, call
         schema = call.func._schema.arguments
         self._arguments = {schema[i].name: a for i, a in enumerate(args)} | kwargs
@@ -391,7 +404,9 @@ class _Spelling:
             base = "view"
         noise = ops.is_random(self._call.func) and base not in ops.ATTENTION and "dropout" not in base
         if base in ops.FACTORIES:
-            inputs = tuple(i for i in inputs[1:] if not isinstance(self._arguments.get("self"), Tensor) or base == "fill")
+            inputs = tuple(
+                i for i in inputs[1:] if not isinstance(self._arguments.get("self"), Tensor) or base == "fill"
+            )
         return self._add(base, inputs, shape, noise=noise, region=region)
 
     def _sum(self, left: int | None, right: int | None, shape: tuple[int, ...]) -> int | None:
@@ -426,7 +441,10 @@ class _Spelling:
         return self._sum(left, self._scaled(right, -float(self._arguments.get("alpha", 1)), shape), shape)
 
     def _spell_rsub(self, shape: tuple[int, ...]) -> int | None:
-        node, other = self._scaled(self._node("self"), -float(self._arguments.get("alpha", 1)), shape), self._node("other")
+        node, other = (
+            self._scaled(self._node("self"), -float(self._arguments.get("alpha", 1)), shape),
+            self._node("other"),
+        )
         if other is not None:
             return self._sum(other, node, shape)
         number = self._arguments.get("other")
@@ -529,7 +547,9 @@ def call_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return model(*args, **kwargs)
 
 
-def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, *, run: Run = call_model) -> Graph:
+def trace(
+    model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, *, run: Run = call_model
+) -> Graph:
     """Record one training-mode forward as a graph, and leave no trace of it.
 
     Tried in order: a copy made of fake tensors, which computes nothing; a real forward of a copy that shares the
@@ -571,6 +591,7 @@ def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] |
 def _trace_fake(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> Graph:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memo = {id(t): mode.from_tensor(t.detach()) for t in _computed_attributes(model)}
+    memo |= {id(t): mode.from_tensor(t) for t in (*model.parameters(), *model.buffers())}
     with FakeCopyMode(mode):
         twin = copy.deepcopy(model, memo)
     _train_like(twin)

@@ -164,7 +164,9 @@ def gate_statistics(model: nn.Module, plan: ResidualPlan) -> Tensor:
         columns = [_branch_statistics(b, parameters, cache) for b in plan.branches]
         device = next((c.device for c in columns if c is not None), torch.device("cpu"))
         empty = torch.full((4,), math.nan, device=device)
-        return torch.stack([empty if c is None else c.to(device) for c in columns], dim=1) if columns else empty[:, None]
+        return (
+            torch.stack([empty if c is None else c.to(device) for c in columns], dim=1) if columns else empty[:, None]
+        )
 
 
 def _branch_statistics(
@@ -256,7 +258,9 @@ class History:
             var_stream: ``(branches,)``.
             var_branch: ``(branches,)``.
         """
-        ratio = torch.where(var_stream > 0, var_branch / var_stream.clamp(min=torch.finfo(torch.float32).tiny), math.nan)
+        ratio = torch.where(
+            var_stream > 0, var_branch / var_stream.clamp(min=torch.finfo(torch.float32).tiny), math.nan
+        )
         row = torch.stack([gates[0], gates[1], gates[2], var_stream, var_branch, ratio, gates[3]]).float().cpu()
         if self._rows and (self._count - 1) % self._stride != 0:
             self._rows.pop()
@@ -325,7 +329,9 @@ class History:
         with np.load(path, allow_pickle=False) as archive:
             values = {k: archive[k] for k in archive.files}
         if not {"branches", "steps", *QUANTITIES} <= set(values):
-            raise ResInitError(f"reading a history from {path}: expected the archive of `History.save`, found {sorted(values)}")
+            raise ResInitError(
+                f"reading a history from {path}: expected the archive of `History.save`, found {sorted(values)}"
+            )
         return cls.from_dict(values)
 
 
@@ -364,7 +370,9 @@ def metrics(history: History, per_branch_up_to: int = 64) -> dict[str, float]:
     }
     for quantity, row in values.items():
         if len(history.branches) <= per_branch_up_to:
-            result |= {f"resinit/{quantity}/{log_name(b)}": float(v) for b, v in zip(history.branches, row, strict=True)}
+            result |= {
+                f"resinit/{quantity}/{log_name(b)}": float(v) for b, v in zip(history.branches, row, strict=True)
+            }
         else:
             spread = torch.nanquantile(row, torch.tensor([0.1, 0.5, 0.9])).tolist()
             result |= {f"resinit/{quantity}/q{q}": v for q, v in zip((10, 50, 90), spread, strict=True)}

@@ -35,9 +35,13 @@ def activation_figure(history: History, title: str = "Residual blocks switching 
         from matplotlib.colors import LogNorm
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ResInitError("drawing the history: expected matplotlib, found none. Run `pip install lit-resinit[report]`.") from error
+        raise ResInitError(
+            "drawing the history: expected matplotlib, found none. Run `pip install lit-resinit[report]`."
+        ) from error
     if not len(history):
-        raise ResInitError("drawing the history: expected at least one record, found none. Train with the callback first.")
+        raise ResInitError(
+            "drawing the history: expected at least one record, found none. Train with the callback first."
+        )
     figure = Figure(figsize=(8.0, 4.5), layout="constrained")
     axes = figure.add_subplot()
     steps, ratio = history.steps.tolist(), history.variance_ratio.T.numpy()
@@ -45,7 +49,10 @@ def activation_figure(history: History, title: str = "Residual blocks switching 
     colours = ratio.clip(min=lowest)
     edges = [*steps, steps[-1] + max(1, (steps[-1] - steps[0]) // max(1, len(steps) - 1))]
     mesh = axes.pcolormesh(
-        edges, range(len(history.branches) + 1), colours, norm=LogNorm(lowest, max(1.0, colours[colours == colours].max())),
+        edges,
+        range(len(history.branches) + 1),
+        colours,
+        norm=LogNorm(lowest, max(1.0, colours[colours == colours].max())),
         cmap="viridis",
     )
     on = [(step, depth + 0.5) for depth, step in enumerate(history.switched_on().values()) if step is not None]
