@@ -435,7 +435,7 @@ class _Finder:
 
 
 class _Depth:
-    """For nodes of a branch: learned layers in series from its start, and whether a non-linear function lies between."""
+    """For nodes of a branch: learned layers in series from its start, and whether the path is non-linear."""
 
     def __init__(self, finder: _Finder, start: int, interior: frozenset[int]) -> None:
         self.depth: dict[int, tuple[int, bool]] = {start: (0, False)}

@@ -33,7 +33,7 @@ from lit_resinit.watch import History, Moments, Watcher, gate_statistics, metric
 try:
     from lightning.pytorch import Callback
 except ImportError:  # pragma: no cover - the older package has the same class under another name
-    from pytorch_lightning import Callback  # type: ignore[no-redef]
+    from pytorch_lightning import Callback  # type: ignore[assignment]
 
 Policy = Literal["raise", "warn", "ignore"]
 _SCALER_WAIT = 50  # steps that a gradient scaler may skip before its overflow counts as ours
@@ -134,7 +134,7 @@ class ResidualInit(Callback):
             self._late = error
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Second chance for a network that was built in ``setup`` or ``configure_model``: closing only, no inserting."""
+        """Second chance for a network built in ``setup`` or ``configure_model``: closing only, no inserting."""
         if self._late is None or self._recognise(pl_module):
             self._late = None
             return
@@ -156,9 +156,10 @@ class ResidualInit(Callback):
         plan = self._plan(trainer, pl_module)
         if late and any(b.action in ("insert", "sqrt_depth") for b in plan.branches):
             raise ResInitError(
-                "closing the gates: expected the network in `__init__`, found it only after `setup` and `configure_model`, "
-                "where the optimizer is built already and no scalar can be inserted. Call `apply_(self.net, "
-                "make_plan(self.net, ...))` at the end of that `configure_model` (or `setup`), or use scheme='last_layer'."
+                "closing the gates: expected the network in `__init__`, found it only after `setup` and "
+                "`configure_model`, where the optimizer is built already and no scalar can be inserted. Call "
+                "`apply_(self.net, make_plan(self.net, ...))` at the end of that `configure_model` (or `setup`), or use "
+                "scheme='last_layer'."
             )
         if not (late and self._resumed):
             apply_(pl_module, plan, overwrite_trained=self.overwrite_trained)
@@ -222,8 +223,9 @@ class ResidualInit(Callback):
         changed = [s for s in self.identity_report.stacks if s.changed_by and s.deviation > 0]
         if changed and not found:
             _warn(
-                f"the stream from {changed[0].first} to {changed[0].last} also passes {', '.join(changed[0].changed_by[:4])}: "
-                "the branches are closed, but the stack is the identity only up to these."
+                f"the stream from {changed[0].first} to {changed[0].last} also passes "
+                f"{', '.join(changed[0].changed_by[:4])}: the branches are closed, "
+                "but the stack is the identity only up to these."
             )
 
     # ---------------------------------------------------------------- 3. judge the gradients
@@ -298,7 +300,8 @@ class ResidualInit(Callback):
         if slow:
             by = f", attenuated by {slow[0].attenuated_by}" if slow[0].attenuated_by else ""
             _warn(
-                f"slow start: only {slow[0].slope:.1e} of the error reaches {together([g.parameter for g in slow])}{by}. "
+                f"slow start: only {slow[0].slope:.1e} of the error reaches "
+                f"{together([g.parameter for g in slow])}{by}. "
                 "Raise that factor, or close it instead of what lies before it."
             )
 
@@ -536,16 +539,17 @@ def _check_optimizers(trainer: Any, pl_module: nn.Module, plan: ResidualPlan) ->
     lost = [n for n, p in gates.items() if id(p) not in held and p.requires_grad]
     if lost:
         raise GateOptimizerError(
-            f"looked for {len(gates)} gates in {len(groups)} parameter groups; expected each in one, found {len(lost)} in "
-            f"none: {', '.join(lost[:6])}{'' if len(lost) <= 6 else f' and {len(lost) - 6} more'}. Nothing would ever move "
-            "them. Build the optimizer from `self.parameters()` or `lit_resinit.param_groups(self, plan)`."
+            f"looked for {len(gates)} gates in {len(groups)} parameter groups; expected each in one, found "
+            f"{len(lost)} in none: {', '.join(lost[:6])}{'' if len(lost) <= 6 else f' and {len(lost) - 6} more'}. "
+            "Nothing would ever move them. Build the optimizer from `self.parameters()` or "
+            "`lit_resinit.param_groups(self, plan)`."
         )
     decayed = [n for n, p in gates.items() if held.get(id(p), {}).get("weight_decay")]
     scalars = [n for n in decayed if gates[n].numel() == 1]
     if scalars:
         _warn(
-            f"weight_decay pulls on {len(scalars)} gates ({together(scalars)}); it holds them below what they want. Put them "
-            "in a group of their own: `lit_resinit.param_groups(self, plan)`."
+            f"weight_decay pulls on {len(scalars)} gates ({together(scalars)}); it holds them below what they want. "
+            "Put them in a group of their own: `lit_resinit.param_groups(self, plan)`."
         )
 
 

@@ -1,4 +1,4 @@
-"""Errors and warnings: each carries a stable code, and says what was checked, expected, found, where, and what to do."""
+"""Errors and warnings: a stable code, and what was checked, expected, found, where, and what to do."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ class Reason:
     """Why an error became zero at one operation.
 
     ``factor``: another factor of a product is zero, because of ``parameters`` (empty: because of a constant);
-    ``slope``: the function has slope zero there; ``cancel``: the terms cancel and rounding is left; ``data``: the values
-    of this batch; ``unreached``: the operation's output is not used by the loss.
+    ``slope``: the function has slope zero there; ``cancel``: the terms cancel and rounding is left; ``data``: the
+    values of this batch; ``unreached``: the operation's output is not used by the loss.
     """
 
     kind: ReasonKind

@@ -73,6 +73,7 @@ class Tail:
 
     @property
     def closable(self) -> bool:
+        """Whether every summand has a gate."""
         return all(tail.gates for tail in self.leaves())
 
 
@@ -116,7 +117,8 @@ class GateFinder:
         return self._walk(addition.branch, addition)
 
     def _walk(self, node: int, addition: Addition) -> Tail:
-        tail, biases = Tail(), []
+        tail = Tail()
+        biases: list[str] = []
         for _ in range(_TAIL_LIMIT):
             current = self.nodes[node]
             tail.passed.append(node)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from lit_resinit import ops
 from lit_resinit.errors import GradientError
 from lit_resinit.flow import Flow, GradientProbe, Reason
-from lit_resinit.identity import IdentityReport, holds, peak_of, to_host
+from lit_resinit.gates import holds
+from lit_resinit.identity import IdentityReport, peak_of, to_host
 from lit_resinit.plan import ResidualPlan, together
 from lit_resinit.trace import clean_name
 
@@ -59,8 +60,8 @@ class GradientReport:
     """One verdict for every gate, the biases closed with it, and every zero layer, keyed by parameter name.
 
     ``alive``: it learns. ``asleep``: exactly zero, explained by what training or the next batch changes. ``dead``:
-    exactly zero (or rounding noise) for good. ``missing``: no gradient at all. ``nonfinite``: NaN or inf. ``exploding``:
-    more than a million times the median.
+    exactly zero (or rounding noise) for good. ``missing``: no gradient at all. ``nonfinite``: NaN or inf.
+    ``exploding``: more than a million times the median.
     """
 
     gates: dict[str, GateGradient]
@@ -188,8 +189,8 @@ class _Judge:
             return verdict("asleep", "this batch did not run its branch")  # type: ignore[no-any-return]
         source = self.flow.graph.calls[reader].source if self.flow is not None else ""
         why = (
-            "it was read in the forward, but no gradient came back: its output is detached, unused by the loss, or computed "
-            "without gradients (activation checkpointing with use_reentrant=True on an input that needs none)"
+            "it was read in the forward, but no gradient came back: its output is detached, unused by the loss, or "
+            "computed without gradients (activation checkpointing with use_reentrant=True on an input that needs none)"
         )
         return verdict("missing", why, source=source)  # type: ignore[no-any-return]
 
@@ -258,7 +259,7 @@ class _Judge:
         why = {
             "factor": f"`{op}` multiplies by zero",
             "slope": f"`{op}` has slope zero at zero",
-            "cancel": f"the terms of `{op}` cancel, so the true gradient is zero and the computed one is rounding noise",
+            "cancel": f"the terms of `{op}` cancel, so the true gradient is zero and this one is rounding noise",
             "unreached": "the loss does not use it",
         }.get(reason.kind, f"`{op}` sends nothing back")
         if frozen:

@@ -276,9 +276,9 @@ def peak_of(tensor: Tensor) -> Tensor | None:
             return None
         values = tensor.detach()
         if values.dtype.is_floating_point:
-            return torch.linalg.vector_norm(
-                values, math.inf, dtype=torch.float32 if values.dtype != torch.float64 else None
-            )
+            wide = torch.float64 if values.dtype == torch.float64 else torch.float32
+            peak: Tensor = torch.linalg.vector_norm(values, math.inf, dtype=wide)
+            return peak
         return values.any().float() if values.dtype == torch.bool else values.abs().amax().float()
     except (RuntimeError, NotImplementedError):  # complex, sparse and quantised tensors
         return None
@@ -290,7 +290,7 @@ def to_host(scalars: list[Tensor]) -> list[float]:
         return []
     device = scalars[0].device
     with measuring():
-        return torch.stack([s.detach().float().to(device) for s in scalars]).tolist()  # type: ignore[no-any-return]
+        return torch.stack([s.detach().float().to(device) for s in scalars]).tolist()
 
 
 def check_identity(
@@ -323,7 +323,8 @@ def check_identity(
     arguments = as_arguments(args)
     with keep_rng(), keep_state(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         model.train()
-        with IdentityProbe(model, plan, (arguments, kwargs)) as probe:
+        probe = IdentityProbe(model, plan, (arguments, kwargs))
+        with probe:
             model(*arguments, **(kwargs or {}))
         return probe.identity()
 
@@ -351,8 +352,8 @@ def describe(report: IdentityReport) -> str:
         key = (b.cause or "", b.culprit or "") if b.cause == "nonfinite branch" else (b.cause or "", _ending(b.culprit))
         groups.setdefault(key, []).append(b)
     lines = [
-        f"compared {len(report.branches)} residual additions with their skip; expected each branch to contribute exactly "
-        f"nothing, found {len(open_)} of {len(report.branches)} open:"
+        f"compared {len(report.branches)} residual additions with their skip; expected each branch to "
+        f"contribute exactly nothing, found {len(open_)} of {len(report.branches)} open:"
     ]
     for (cause, _), rows in groups.items():
         first = next((r for r in rows if (r.culprit or "").startswith(r.name)), rows[0])

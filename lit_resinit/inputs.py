@@ -39,8 +39,9 @@ def first_batch(loader: Any, size: int | None = SMALL) -> Any:
             return _from_dataset(loader, size)
         if isinstance(loader, Iterator):
             raise TraceError(
-                f"taking a batch for the trace: expected training data that can be read twice, found {type(loader).__name__}, "
-                "an iterator. Pass `ResidualInit(example_inputs=...)`, or set `example_input_array`."
+                f"taking a batch for the trace: expected training data that can be read twice, found "
+                f"{type(loader).__name__}, an iterator. Pass `ResidualInit(example_inputs=...)`, or set "
+                "`example_input_array`."
             )
         return next(iter(loader))
 
@@ -54,7 +55,7 @@ def _from_dataset(loader: DataLoader[Any], size: int | None) -> Any:
     if type(loader.batch_sampler) is not BatchSampler and loader.batch_size is None:
         indices = list(next(iter(loader.batch_sampler)))[:size]
     else:
-        length = len(dataset) if hasattr(dataset, "__len__") else 1  # type: ignore[arg-type]
+        length = len(dataset) if hasattr(dataset, "__len__") else 1
         indices = list(range(min(x for x in (loader.batch_size, size, length) if x is not None)))
     getter = getattr(dataset, "__getitems__", None)
     return loader.collate_fn(getter(indices) if callable(getter) else [dataset[i] for i in indices])
@@ -97,7 +98,7 @@ class _QuietTrainer:
 
 
 def training_step(trainer: Any) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]:
-    """A runner for :func:`~lit_resinit.trace.trace`: the module's own training step on a batch, everything else silenced."""
+    """A runner for :func:`~lit_resinit.trace.trace`: the module's training step on a batch, the rest silenced."""
 
     def run(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _silence(module, trainer)
@@ -134,8 +135,10 @@ def _silence(module: nn.Module, trainer: Any) -> None:
         ):
             own[name] = nothing
         count = _count_optimizers(child)
-        own["optimizers"] = lambda *a, count=count, **k: nothing if count == 1 else [_Silent() for _ in range(count)]
-        own["lr_schedulers"] = lambda *a, **k: nothing
+        own["optimizers"] = lambda *a, count=count, one=nothing, **k: (
+            one if count == 1 else [_Silent() for _ in range(count)]
+        )
+        own["lr_schedulers"] = lambda *a, one=nothing, **k: one
 
 
 def _count_optimizers(module: Any) -> int:

@@ -438,7 +438,7 @@ class _Planner:
             kinds.add("zero" if trailing else "insert" if inserted else "last_layer")
             if not (trailing or inserted or leaf.gates):
                 return "insert", self._inserted(tail) if whole else [], tail
-        return next(a for a in ("insert", "last_layer", "zero") if a in kinds), gates, tail  # type: ignore[return-value]
+        return next(a for a in ("insert", "last_layer", "zero") if a in kinds), gates, tail
 
     def _inserted(self, tail: Tail) -> list[Gate]:
         each = [self._inserted_into(leaf) for leaf in tail.leaves()]
@@ -500,7 +500,8 @@ class _Planner:
         result = {}
         for addition in self.additions:
             if addition.node not in followed:
-                nodes, current = [], addition.node
+                nodes: list[int] = []
+                current = addition.node
                 while len(nodes) < 8:
                     readers = [r for r in self.finder.readers[current] if self.graph.nodes[r].op != "statistic"]
                     if len(readers) != 1:

@@ -176,8 +176,8 @@ def _check_untrained(branches: Iterable[Branch], parameters: dict[str, nn.Parame
     raise TrainedWeightsError(
         f"closing {block}: expected weights at their initialisation, where norms and scales are constant; found {name} "
         f"with mean {values.mean():.3g} and spread {values.std():.3g}{more}, which looks trained. Closing the branch "
-        "would destroy what it learned, whichever way. Pass `include` to pick the new branches of a pretrained network, "
-        "scheme='observe' to only watch, or `overwrite_trained=True`. Nothing was changed.",
+        "would destroy what it learned, whichever way. Pass `include` to pick the new branches of a pretrained "
+        "network, scheme='observe' to only watch, or `overwrite_trained=True`. Nothing was changed.",
         evidence,
     )
 
@@ -250,7 +250,7 @@ def fold_(model: nn.Module) -> list[str]:
     targets = {name: _fold_targets(name, hook, parameters, uses) for name, _, _, hook in found}
     names = []
     with torch.no_grad():
-        for name, module, key, hook in found:
+        for name, module, key, _ in found:
             gate = module._parameters.pop(INSERTED_NAME)
             assert gate is not None
             for parameter, value in targets[name]:

@@ -320,7 +320,7 @@ class Recorder(TorchDispatchMode):
         if not results and not written:
             return
         nodes = _Spelling(self, index, call, args, kwargs).nodes(results)
-        targets = [args[w] if isinstance(w, int) and w < len(args) else kwargs.get(w) for w in written]
+        targets = [kwargs.get(w) if isinstance(w, str) else args[w] if w < len(args) else None for w in written]
         for position, (tensor, node) in enumerate(zip(results, nodes, strict=True)):
             overwrites = position < len(targets) and targets[position] is tensor
             if overwrites:
@@ -448,7 +448,7 @@ class _Spelling:
         if other is not None:
             return self._sum(other, node, shape)
         number = self._arguments.get("other")
-        return None if node is None else self._add("shift", (node,), shape, number=float(number))
+        return None if node is None else self._add("shift", (node,), shape, number=float(number or 0.0))
 
     def _spell_mul(self, shape: tuple[int, ...]) -> int | None:
         left, right = self._node("self"), self._node("other")
@@ -582,9 +582,9 @@ def trace(
             first = error
     shapes = ", ".join(str(tuple(t.shape)) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)) or "no tensor"
     raise TraceError(
-        f"tried to run one forward of {type(model).__name__} with inputs of shapes {shapes}; expected it to run, but it "
-        f"raised {type(first).__name__}: {first}. Pass inputs that fit the forward: `make_plan(model, args, kwargs)`, "
-        "or `ResidualInit(example_inputs=...)`."
+        f"tried to run one forward of {type(model).__name__} with inputs of shapes {shapes}; expected it to run, but "
+        f"it raised {type(first).__name__}: {first}. Pass inputs that fit the forward: "
+        "`make_plan(model, args, kwargs)`, or `ResidualInit(example_inputs=...)`."
     ) from first
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torchmetrics
@@ -48,7 +48,7 @@ class Moments(torchmetrics.Metric):
         Chan, Golub and LeVeque (1983), Algorithms for Computing the Sample Variance.
     """
 
-    full_state_update: ClassVar[bool] = False
+    full_state_update = False
     count: Tensor
     mean: Tensor
     squares: Tensor
@@ -74,7 +74,7 @@ class Moments(torchmetrics.Metric):
 
 
 def _merge(count: Tensor, mean: Tensor, squares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge parts along the first axis; float64 counts would be exact beyond 2^24 too, the error here stays relative."""
+    """Merge parts along the first axis."""
     total = count.sum(0)
     safe = total.clamp(min=1.0)
     joint = (count * mean).sum(0) / safe
@@ -95,7 +95,7 @@ class Watcher(TorchDispatchMode):
         self._kinds = {b.address.op for b in plan.branches}
         self._counts: dict[tuple[str, str, str], int] = {}
         self._size = len(plan.branches)
-        self._seen: dict[int, list[tuple[Tensor, Tensor, int]]] = {}
+        self._seen: dict[int, list[tuple[Tensor, Tensor, int]]] = {}  # branch -> (mean, variance, count) twice
 
     def __enter__(self) -> Watcher:
         self._counts = {}
@@ -143,10 +143,10 @@ class Watcher(TorchDispatchMode):
         with measuring():
             count, mean, variance = (torch.zeros(2 * self._size, device=device) for _ in range(3))
             index = torch.tensor([2 * i + j for i in seen for j in (0, 1)], device=device)
-            parts = [torch.tensor([float(r[2]) for rows in seen.values() for r in rows[-2:]], device=device)]
-            parts += [torch.stack([r[k].to(device) for rows in seen.values() for r in rows[-2:]]) for k in (0, 1)]
-            for target, part in zip((count, mean, variance), parts, strict=True):
-                target[index] = part
+            rows = [row for pair in seen.values() for row in pair[-2:]]
+            count[index] = torch.tensor([float(n) for _, _, n in rows], device=device)
+            mean[index] = torch.stack([m.to(device) for m, _, _ in rows])
+            variance[index] = torch.stack([v.to(device) for _, v, _ in rows])
         return count, mean, variance
 
 
@@ -274,6 +274,7 @@ class History:
 
     @property
     def steps(self) -> Tensor:
+        """Optimizer steps, ``(records,)``."""
         return torch.tensor([step for step, _ in self._rows], dtype=torch.int64)
 
     def __getattr__(self, name: str) -> Tensor:
@@ -315,7 +316,8 @@ class History:
         import numpy as np
 
         with open(path, "wb") as file:
-            np.savez_compressed(file, **{k: np.asarray(v) for k, v in self.to_dict().items()})
+            arrays: dict[str, Any] = {k: np.asarray(v) for k, v in self.to_dict().items()}
+            np.savez_compressed(file, **arrays)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> History:

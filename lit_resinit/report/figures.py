@@ -57,7 +57,9 @@ def activation_figure(history: History, title: str = "Residual blocks switching 
     )
     on = [(step, depth + 0.5) for depth, step in enumerate(history.switched_on().values()) if step is not None]
     if on:
-        axes.scatter(*zip(*on, strict=True), s=4, color="white", label=f"ratio reached {history.on_ratio:g}")
+        axes.scatter(
+            [s for s, _ in on], [d for _, d in on], s=4, color="white", label=f"ratio reached {history.on_ratio:g}"
+        )
         axes.legend(loc="lower right", fontsize="small")
     axes.set(xlabel="optimizer step", ylabel="branch, first to last", title=title)
     figure.colorbar(mesh, label="Var(branch) / Var(stream)")
