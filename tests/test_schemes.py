@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from networks import WIDTH, ConvBlock, NormLast, Plain, PreActivation, Scaled, encoder, mlp, stack
+from networks import WIDTH, ConvBlock, NormLast, Plain, PreActivation, PreNorm, Scaled, encoder, mlp, stack
 from torch import Tensor, nn
 
 from lit_resinit import (
@@ -256,14 +256,14 @@ def trained(build: Callable[[], nn.Module], name: str) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("build", "name"),
+    ("build", "name", "scheme"),
     [
-        (lambda: stack(NormLast), "0.norm.weight"),
-        (lambda: stack(lambda: Scaled(size=WIDTH)), "1.scale"),
-        (lambda: stack(NormLast), "0.norm.bias"),
+        *((lambda: stack(NormLast), "0.norm.weight", scheme) for scheme in ("auto", "insert", "last_layer")),
+        *((lambda: stack(NormLast), "0.norm.bias", scheme) for scheme in ("auto", "insert", "last_layer")),
+        *((lambda: stack(PreNorm), "1.norm.weight", scheme) for scheme in ("auto", "insert", "last_layer")),
+        *((lambda: stack(lambda: Scaled(size=WIDTH)), "1.scale", scheme) for scheme in ("auto", "zero")),
     ],
 )
-@pytest.mark.parametrize("scheme", ["auto", "insert", "last_layer"])
 def test_trained_block_is_refused_whichever_way_it_would_be_closed(
     build: Callable[[], nn.Module], name: str, scheme: str
 ) -> None:

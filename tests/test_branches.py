@@ -1,0 +1,426 @@
+"""What counts as a residual branch: true counts on blocks of every kind, and the sums that are none."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torchvision
+from networks import (
+    WIDTH,
+    ConvBlock,
+    InPlace,
+    NormLast,
+    Plain,
+    PostNorm,
+    PreActivation,
+    PreNorm,
+    Scaled,
+    encoder,
+    mlp,
+    stack,
+)
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lit_resinit.branches import find_additions
+from lit_resinit.plan import ResidualPlan, make_plan
+from lit_resinit.trace import trace
+
+VECTOR, TOKENS, IMAGE = (4, WIDTH), (2, 5, WIDTH), (2, 4, 8, 8)
+
+
+def additions(model: nn.Module, *shape: int) -> list:
+    return find_additions(trace(model, (torch.randn(shape),)))
+
+
+def planned(model: nn.Module, *shape: int) -> ResidualPlan:
+    return make_plan(model, torch.randn(shape), scheme="observe")
+
+
+# -------------------------------------------------------------------- branches
+
+
+class Mirrored(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.f(x) + x
+
+
+class Subtracted(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - self.f(x)
+
+
+class Fused(Plain):
+    """``addcmul`` with a learned scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addcmul(x, self.scale, self.f(x))
+
+
+class Functional(Plain):
+    """Everything inside one forward, through ``addmm``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(x, functional.gelu(self.f[0](x)), self.f[2].weight)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attn, self.mlp = nn.MultiheadAttention(WIDTH, 2, batch_first=True), mlp()
+
+    def mix(self, x: Tensor) -> Tensor:
+        return self.attn(x, x, x, need_weights=False)[0]
+
+
+class Parallel(Attention):
+    """``(attn(n) + mlp(n)) + x``: one branch with two gates."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.norm1(x)
+        return (self.mix(n) + self.mlp(n)) + x
+
+
+class Chained(Attention):
+    """``x + attn(n) + mlp(n)``: two branches of one input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.norm1(x)
+        return x + self.mix(n) + self.mlp(n)
+
+
+class Serial(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mix(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer inside a branch: its own cell updates are none."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.norm, self.rnn = nn.LayerNorm(WIDTH), kind(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.rnn(self.norm(x))[0]
+
+
+class Widening(nn.Module):
+    """The skip is padded with zero channels where the width grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn = nn.Conv2d(4, 8, 3, 2, 1), nn.BatchNorm2d(8)
+        self.conv2 = nn.Conv2d(8, 8, 3, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = functional.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, 2, 2))
+        return skip + self.conv2(functional.relu(self.bn(self.conv1(x))))
+
+
+COUNTED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
+    "pre_norm": (lambda: stack(PreNorm), VECTOR, 2),
+    "post_norm": (lambda: stack(PostNorm), VECTOR, 2),
+    "norm_last": (lambda: stack(NormLast), VECTOR, 2),
+    "resnet_block": (lambda: ConvBlock(4, 4), IMAGE, 1),
+    "resnet_block_with_projection": (lambda: ConvBlock(4, 8, 2), IMAGE, 1),
+    "padded_skip": (Widening, IMAGE, 1),
+    "in_place": (lambda: stack(InPlace), VECTOR, 2),
+    "mirrored": (lambda: stack(Mirrored), VECTOR, 2),
+    "subtracted": (lambda: stack(Subtracted), VECTOR, 2),
+    "addcmul": (lambda: stack(Fused), VECTOR, 2),
+    "addmm": (lambda: stack(Functional), VECTOR, 2),
+    "layer_scale": (lambda: stack(lambda: Scaled(size=WIDTH)), VECTOR, 2),
+    "parallel_summands": (Parallel, TOKENS, 1),
+    "chained_summands": (Chained, TOKENS, 2),
+    "serial": (Serial, TOKENS, 2),
+    "lstm_inside": (lambda: Recurrent(nn.LSTM), TOKENS, 1),
+    "gru_inside": (lambda: Recurrent(nn.GRU), TOKENS, 1),
+    "encoder_norm_first": (encoder, TOKENS, 4),
+    "encoder_norm_last": (lambda: encoder(norm_first=False), TOKENS, 4),
+    "resnet18": (lambda: torchvision.models.resnet18(), (2, 3, 32, 32), 8),
+    "convnext_tiny": (lambda: torchvision.models.convnext_tiny(), (1, 3, 32, 32), 18),
+    "swin_t": (lambda: torchvision.models.swin_t(), (1, 3, 32, 32), 24),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_every_residual_addition_is_found_once(name: str) -> None:
+    build, shape, count = COUNTED[name]
+    assert len(additions(build(), *shape)) == count
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "skips"),
+    [
+        (ConvBlock(4, 4), IMAGE, ["identity"]),
+        (ConvBlock(4, 8, 2), IMAGE, ["projection"]),
+        (Widening(), IMAGE, ["identity"]),
+        (Serial(), TOKENS, ["identity", "identity"]),
+    ],
+)
+def test_skip_is_told_apart_from_a_projection(model: nn.Module, shape: tuple[int, ...], skips: list[str]) -> None:
+    assert [b.skip for b in planned(model, *shape).branches] == skips
+
+
+def test_summed_sub_branches_are_one_branch_with_two_gates() -> None:
+    (branch,) = planned(Parallel(), *TOKENS).branches
+    assert {g.parameter for g in branch.gates} == {"attn.out_proj.weight", "mlp.2.weight"}
+
+
+def test_chained_sub_branches_have_a_gate_each() -> None:
+    first, second = planned(Chained(), *TOKENS).branches
+    assert [g.parameter for g in first.gates] == ["attn.out_proj.weight"]
+    assert [g.parameter for g in second.gates] == ["mlp.2.weight"]
+
+
+def test_names_are_the_block_or_the_sub_module() -> None:
+    assert [b.name for b in planned(stack(PreNorm), *VECTOR).branches] == ["0", "1"]
+    assert [b.name for b in planned(nn.Sequential(Serial()), *TOKENS).branches] == ["0.attn", "0.mlp"]
+
+
+class Inline(nn.Module):
+    """The top module adds what no one sub-module computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.eye(WIDTH)), nn.Parameter(torch.eye(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + functional.gelu(x @ self.a)
+        return x + functional.gelu(x @ self.b)
+
+
+def test_names_of_inline_branches_are_numbered() -> None:
+    assert [b.name for b in planned(Inline(), *VECTOR).branches] == ["(root)", "(root):2"]
+
+
+def test_names_of_a_block_run_several_times_are_unique() -> None:
+    class Repeated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Plain()
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                x = self.block(x)
+            return x
+
+    plan = planned(Repeated(), *VECTOR)
+    assert len({b.name for b in plan.branches}) == len(plan) == 3
+    assert len(plan.gates) == 1
+
+
+def test_streams_are_chained_in_order() -> None:
+    plan = planned(stack(PreNorm, 3), *VECTOR)
+    assert [b.previous for b in plan.branches] == [None, "0", "1"]
+
+
+# -------------------------------------------------------------------- sums that are none
+
+
+class PositionBias(nn.Module):
+    """One relative position bias, made once and added to the attention scores of every layer."""
+
+    def __init__(self, of_data: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(3))
+        self.table, self.edges = nn.Parameter(torch.randn(5, 5)), nn.Linear(WIDTH, WIDTH)
+        self.of_data = of_data
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared = torch.cdist(self.edges(x), self.edges(x)) if self.of_data else self.table.expand(len(x), 5, 5)
+        for layer in self.layers:
+            q, k, v = layer(x).chunk(3, dim=-1)
+            x = torch.softmax(q @ k.mT + shared, dim=-1) @ v
+        return x
+
+
+class ParallelKernels(nn.Module):
+    """A sum of convolutions that could be one: RepVGG."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.bn1 = nn.Conv2d(4, 4, 3, 1, 1), nn.BatchNorm2d(4)
+        self.small, self.bn2 = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+        self.bn3 = nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.relu(self.bn1(self.wide(x)) + self.bn2(self.small(x)) + self.bn3(x))
+
+
+class AdditiveUNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Conv2d(4, 4, 3, 2, 1) for _ in range(2))
+        self.up = nn.ModuleList(nn.ConvTranspose2d(4, 4, 2, 2) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        for down in self.down:
+            kept.append(x)
+            x = functional.relu(down(x))
+        for up in self.up:
+            x = functional.relu(up(x) + kept.pop())
+        return x
+
+
+class Pyramid(nn.Module):
+    """Top-down sums of lateral convolutions: FPN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.ModuleList(nn.Conv2d(4, 4, 3, 2, 1) for _ in range(3))
+        self.lateral = nn.ModuleList(nn.Conv2d(4, 4, 1) for _ in range(3))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        levels = []
+        for stem in self.stem:
+            x = functional.relu(stem(x))
+            levels.append(x)
+        out = [self.lateral[2](levels[2])]
+        for i in (1, 0):
+            out.append(self.lateral[i](levels[i]) + functional.interpolate(out[-1], size=levels[i].shape[-2:]))
+        return out
+
+
+class Autoencoder(nn.Module):
+    """``mean + noise * std``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(WIDTH, 2 * WIDTH), mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, log_var = self.encode(functional.gelu(x)).chunk(2, dim=-1)
+        return self.decode(mean + torch.randn_like(mean) * torch.exp(0.5 * log_var))
+
+
+class Highway(nn.Module):
+    """``t * f(x) + (1 - t) * x``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.t = mlp(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        t = torch.sigmoid(self.t(x))
+        return t * self.f(x) + (1 - t) * x
+
+
+class TwoStreams(nn.Module):
+    """A sum of two independent layers of one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.a(x) + self.b(x))
+
+
+class Embedding(nn.Module):
+    """Token plus position embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(5, WIDTH))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(x) + self.position)
+
+
+NONE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "plain_stack": (mlp, VECTOR),
+    "shared_position_bias": (lambda: PositionBias(False), TOKENS),
+    "shared_bias_from_the_data": (lambda: PositionBias(True), TOKENS),
+    "parallel_kernels": (lambda: nn.Sequential(ParallelKernels(), ParallelKernels()), IMAGE),
+    "additive_u_net": (AdditiveUNet, IMAGE),
+    "feature_pyramid": (Pyramid, IMAGE),
+    "reparametrisation": (Autoencoder, VECTOR),
+    "highway": (lambda: nn.Sequential(Highway(), Highway()), VECTOR),
+    "two_layers_of_one_input": (TwoStreams, VECTOR),
+    "position_embedding": (Embedding, TOKENS),
+    "lstm_alone": (lambda: nn.LSTM(WIDTH, WIDTH, 2, batch_first=True), TOKENS),
+    "gru_alone": (lambda: nn.GRU(WIDTH, WIDTH, 2, batch_first=True), TOKENS),
+}
+
+
+@pytest.mark.parametrize("name", NONE)
+def test_other_sums_are_no_branches(name: str) -> None:
+    build, shape = NONE[name]
+    assert additions(build(), *shape) == []
+
+
+class WaveNet(nn.Module):
+    """Residual layers whose second outputs are summed up separately."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(nn.Conv1d(4, 8, 3, padding=1) for _ in range(depth))
+        self.outs = nn.ModuleList(nn.Conv1d(4, 4, 1) for _ in range(depth))
+        self.skips = nn.ModuleList(nn.Conv1d(4, 6, 1) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros(())
+        for gate, out, skip in zip(self.gates, self.outs, self.skips, strict=True):
+            a, b = gate(x).chunk(2, dim=1)
+            h = torch.tanh(a) * torch.sigmoid(b)
+            total = total + skip(h)
+            x = x + out(h)
+        return torch.relu(total)
+
+
+def test_sum_of_skip_outputs_is_no_stream() -> None:
+    plan = planned(WaveNet(), 2, 4, 9)
+    assert {g.parameter for b in plan.branches for g in b.gates} <= {f"outs.{i}.weight" for i in range(3)}
+
+
+class Arithmetic(nn.Module):
+    """A block and a loss: sums of numbers are no stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.critic = Plain(), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fake = self.block(x)
+        return self.critic(fake).mean() - self.critic(x).mean()
+
+
+def test_difference_of_two_losses_is_no_branch() -> None:
+    assert [b.name for b in planned(Arithmetic(), *VECTOR).branches] == ["block"]
+
+
+class ZeroOutput(nn.Module):
+    """A zero output layer, and a target that the loss subtracts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.out = Plain(), nn.Linear(WIDTH, WIDTH)
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.out(self.block(x)) - y).square().mean()
+
+
+def test_target_minus_a_zero_output_is_no_branch() -> None:
+    plan = make_plan(ZeroOutput(), (torch.randn(VECTOR), torch.randn(VECTOR)), scheme="observe")
+    assert [b.name for b in plan.branches] == ["block"]
+    assert "out.weight" in plan.zero_layers
+
+
+def test_ten_times_the_depth_costs_ten_times_the_nodes() -> None:
+    small, large = (
+        trace(nn.Sequential(*(PreActivation(2) for _ in range(n))), (torch.randn(2, 2, 4, 4),)) for n in (10, 100)
+    )
+    assert len(large.nodes) == pytest.approx(10 * len(small.nodes), rel=0.1)
+    assert len(find_additions(large)) == 100
