@@ -111,6 +111,23 @@ class Recurrent(nn.Module):
         return x + self.rnn(self.norm(x))[0]
 
 
+class PositionBias(nn.Module):
+    """One relative position bias, made once and added to the attention scores of every layer."""
+
+    def __init__(self, of_data: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(3))
+        self.table, self.edges = nn.Parameter(torch.randn(5, 5)), nn.Linear(WIDTH, WIDTH)
+        self.of_data = of_data
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared = torch.cdist(self.edges(x), self.edges(x)) if self.of_data else self.table.expand(len(x), 5, 5)
+        for layer in self.layers:
+            q, k, v = layer(x).chunk(3, dim=-1)
+            x = x + torch.softmax(q @ k.mT + shared, dim=-1) @ v
+        return x
+
+
 class Widening(nn.Module):
     """The skip is padded with zero channels where the width grows."""
 
@@ -142,6 +159,8 @@ COUNTED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "serial": (Serial, TOKENS, 2),
     "lstm_inside": (lambda: Recurrent(nn.LSTM), TOKENS, 1),
     "gru_inside": (lambda: Recurrent(nn.GRU), TOKENS, 1),
+    "shared_position_bias": (lambda: PositionBias(of_data=False), TOKENS, 3),
+    "shared_bias_from_the_data": (lambda: PositionBias(of_data=True), TOKENS, 3),
     "encoder_norm_first": (encoder, TOKENS, 4),
     "encoder_norm_last": (lambda: encoder(norm_first=False), TOKENS, 4),
     "resnet18": (lambda: torchvision.models.resnet18(), (2, 3, 32, 32), 8),
@@ -223,23 +242,6 @@ def test_streams_are_chained_in_order() -> None:
 
 
 # -------------------------------------------------------------------- sums that are none
-
-
-class PositionBias(nn.Module):
-    """One relative position bias, made once and added to the attention scores of every layer."""
-
-    def __init__(self, of_data: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(3))
-        self.table, self.edges = nn.Parameter(torch.randn(5, 5)), nn.Linear(WIDTH, WIDTH)
-        self.of_data = of_data
-
-    def forward(self, x: Tensor) -> Tensor:
-        shared = torch.cdist(self.edges(x), self.edges(x)) if self.of_data else self.table.expand(len(x), 5, 5)
-        for layer in self.layers:
-            q, k, v = layer(x).chunk(3, dim=-1)
-            x = torch.softmax(q @ k.mT + shared, dim=-1) @ v
-        return x
 
 
 class ParallelKernels(nn.Module):
@@ -339,8 +341,6 @@ class Embedding(nn.Module):
 
 NONE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "plain_stack": (mlp, VECTOR),
-    "shared_position_bias": (lambda: PositionBias(False), TOKENS),
-    "shared_bias_from_the_data": (lambda: PositionBias(True), TOKENS),
     "parallel_kernels": (lambda: nn.Sequential(ParallelKernels(), ParallelKernels()), IMAGE),
     "additive_u_net": (AdditiveUNet, IMAGE),
     "feature_pyramid": (Pyramid, IMAGE),
