@@ -158,7 +158,8 @@ class ResidualInit(Callback):
             raise ResInitError(
                 "closing the gates: expected the network in `__init__`, found it only after `setup` and "
                 "`configure_model`, where the optimizer is built already and no scalar can be inserted. Call "
-                "`apply_(self.net, make_plan(self.net, ...))` at the end of that `configure_model` (or `setup`), or use "
+                "`apply_(self.net, make_plan(self.net, ...))` at the end of that "
+                "`configure_model` (or `setup`), or use "
                 "scheme='last_layer'."
             )
         if not (late and self._resumed):

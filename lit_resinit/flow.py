@@ -165,8 +165,10 @@ class Flow:
                 self._spelled.setdefault(node.call, []).append(node.index)
         self._explained: dict[int, frozenset[str]] = {}
         self._probes: dict[tuple[object, ...], tuple[float, float] | None] = {}
+        self.alive = {n for n, e in edges.items() if isinstance(n, str) and any(s > 0.0 for _, s in e)} - frozen
         self.state: dict[int, State] = {}
         self.reasons: dict[int, tuple[Reason, ...]] = {}
+        self.partly: dict[int, tuple[Reason, ...]] = {}
         self.births: dict[int, tuple[int, ...]] = {}
         for call in range(len(graph.calls) - 1, -1, -1):
             self._judge_call(call)
@@ -187,6 +189,14 @@ class Flow:
             self.state[call], self.reasons[call] = "noise", self.reasons_of(call, edges)
         else:
             self.state[call] = "live"
+            self.partly[call] = self._zero_parts(call, edges)
+
+    def _zero_parts(self, call: int, edges: list[tuple[int, float]]) -> tuple[Reason, ...]:
+        """Reasons of the paths that send nothing although others do: what a part of the value may wait for."""
+        found = dict.fromkeys(self.reasons_of(call, [e for e in edges if e[1] == 0.0], parts=False))
+        for consumer, _ in edges:
+            found |= dict.fromkeys(self.partly.get(consumer, ()))
+        return tuple(sorted(found, key=self._rank)[:_REASONS])
 
     def is_noise(self, edges: list[tuple[int, float]], total: float) -> bool:
         """Whether an error is what rounding left of terms that cancel."""
@@ -210,8 +220,14 @@ class Flow:
             return False
         return size <= _NOISE * gain * self.arriving.get(call, 0.0)
 
-    def reasons_of(self, target: int | str, edges: list[tuple[int, float]]) -> tuple[Reason, ...]:
-        """Why the sum of these errors is zero (or noise)."""
+    def reasons_of(
+        self, target: int | str, edges: list[tuple[int, float]], *, parts: bool = True
+    ) -> tuple[Reason, ...]:
+        """Why the sum of these errors is zero (or noise).
+
+        Where an operation only takes other elements (a class token, say), the elements left out may get their error
+        on paths that are closed now; with ``parts`` these are named too.
+        """
         found: dict[Reason, None] = {}
         for consumer, size in edges:
             if self.state[consumer] in ("zero", "noise"):
@@ -219,9 +235,17 @@ class Flow:
             elif size != 0.0:
                 found[Reason("cancel", consumer)] = None
             else:
-                found |= dict.fromkeys(self._local(consumer, target))
-        ordered = sorted(found, key=lambda r: r.kind != "factor" or not r.parameters)
-        return tuple(ordered[:_REASONS])
+                local = self._local(consumer, target)
+                found |= dict.fromkeys(local)
+                if parts and all(r.kind == "data" for r in local):
+                    found |= dict.fromkeys(self.partly.get(consumer, ()))
+        return tuple(sorted(found, key=self._rank)[:_REASONS])
+
+    def _rank(self, reason: Reason) -> int:
+        """Reasons that name a parameter with a gradient come first, for only a few are kept."""
+        if reason.parameters & self.alive:
+            return 0
+        return 1 if reason.kind == "factor" and reason.parameters else 2
 
     def births_of(self, edges: list[tuple[int, float]]) -> tuple[int, ...]:
         """The operations that turned a finite error into NaN or inf."""

@@ -148,8 +148,7 @@ class _Judge:
         self.parameters = {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
         self.judged = judged_parameters(plan)
         self.sizes = gradient_sizes(self.parameters)
-        self._movable: dict[str, bool] = {}
-        self.executed = set(flow.leaves) if flow is not None else set(self.parameters)
+        self.moving = self._moving() if flow is not None else set()
 
     def report(self) -> GradientReport:
         verdicts = {j.name: self._verdict(j) for j in self.judged}
@@ -177,7 +176,7 @@ class _Judge:
         if not math.isfinite(size):
             return self._nonfinite(judged, verdict)
         edges = self.flow.edges.get(judged.name, []) if self.flow is not None else []
-        if size != 0.0 and not (edges and self.flow is not None and self.flow.is_noise(edges, size)):
+        if not (size == 0.0 if self.flow is None else self._is_zero(judged.name, size)):
             return verdict("alive", self._silent_elements(parameter), **self._slope(judged))
         return self._zero(judged, edges, verdict)
 
@@ -214,7 +213,7 @@ class _Judge:
             return verdict("asleep", "this batch sent it no error")  # type: ignore[no-any-return]
         for reason in reasons:
             others = sorted(reason.parameters - {judged.name})
-            mover = next((n for n in others if self.is_movable(n, frozenset({judged.name}))), None)
+            mover = next((n for n in others if n in self.moving), None)
             if mover is not None:
                 cause = f"no error arrives while {mover} is zero, and {mover} learns"
                 return verdict("asleep", cause, waits_for=mover)  # type: ignore[no-any-return]
@@ -230,24 +229,37 @@ class _Judge:
             if n in self.parameters and self.sizes.get(n) and holds(self.parameters[n], 0.0)
         ]
 
-    def is_movable(self, name: str, visiting: frozenset[str] = frozenset()) -> bool:
-        """Whether training moves a parameter: it has a gradient now, or waits for one that has."""
-        if name in self._movable:
-            return self._movable[name]
-        if name in visiting or len(visiting) > 50:
-            return False
-        size = self.sizes.get(name)
-        if size is None or self.flow is None or not self.parameters[name].requires_grad:
-            moves = False
-        elif size != 0.0:
-            moves = not self.flow.is_noise(self.flow.edges.get(name, []), size)
-        else:
-            reasons = self.flow.reasons_of(name, self.flow.edges.get(name, []))
-            below = visiting | {name}
-            moves = any(r.kind == "data" or any(self.is_movable(n, below) for n in r.parameters) for r in reasons)
-        if moves or not visiting:
-            self._movable[name] = moves
-        return moves
+    def _moving(self) -> set[str]:
+        """Parameters that training moves: they have a gradient, or wait for other data or for one that moves.
+
+        The least such set, so that two zeros that wait for each other are not in it.
+        """
+        assert self.flow is not None
+        edges, flow = self.flow.edges, self.flow
+        zero = {n for n, s in self.sizes.items() if self._is_zero(n, s)}
+        moving = {n for n in self.sizes if n not in zero and self.parameters[n].requires_grad}
+        waiting: dict[str, list[str]] = {}
+        fresh = set()
+        for name in zero:
+            if not self.parameters[name].requires_grad:
+                continue
+            for reason in flow.reasons_of(name, edges.get(name, [])):
+                if reason.kind == "data":
+                    fresh.add(name)
+                for other in reason.parameters - {name}:
+                    waiting.setdefault(other, []).append(name)
+        stack = [*moving, *fresh]
+        moving |= fresh
+        while stack:
+            for name in waiting.get(stack.pop(), ()):
+                if name not in moving:
+                    moving.add(name)
+                    stack.append(name)
+        return moving
+
+    def _is_zero(self, name: str, size: float) -> bool:
+        assert self.flow is not None
+        return size == 0.0 or self.flow.is_noise(self.flow.edges.get(name, []), size)
 
     def _broken_link(self, judged: _Judged, reason: Reason) -> str:
         assert self.flow is not None

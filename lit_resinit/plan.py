@@ -428,6 +428,10 @@ class _Planner:
         return [g for leaf in tail.leaves() for g in leaf.gates] if tail.closable else []
 
     def _decide_auto(self, tail: Tail) -> tuple[Action, list[Gate], Tail]:
+        if self._in_series(tail):
+            whole_gate = self._inserted_into(tail)
+            if whole_gate:
+                return "insert", whole_gate, tail
         gates: list[Gate] = []
         kinds: set[Action] = set()
         whole = [g for leaf in tail.leaves() for g in leaf.gates if g.kind == "layer"] or not tail.closable
@@ -439,6 +443,24 @@ class _Planner:
             if not (trailing or inserted or leaf.gates):
                 return "insert", self._inserted(tail) if whole else [], tail
         return next(a for a in ("insert", "last_layer", "zero") if a in kinds), gates, tail
+
+    def _in_series(self, tail: Tail) -> bool:
+        """Whether one summand is computed from another: closing both would put two zeros in series."""
+        leaves = list(tail.leaves())
+        ends = {leaf.passed[-1] for leaf in leaves if leaf.passed}
+        if len(leaves) < 2:
+            return False
+        for leaf in leaves:
+            stack, seen = list(self.graph.nodes[leaf.passed[-1]].inputs), set[int]()
+            lowest = min(ends)
+            while stack:
+                node = stack.pop()
+                if node in ends:
+                    return True
+                fresh = [i for i in self.graph.nodes[node].inputs if i >= lowest and i not in seen]
+                seen.update(fresh)
+                stack += fresh
+        return False
 
     def _inserted(self, tail: Tail) -> list[Gate]:
         each = [self._inserted_into(leaf) for leaf in tail.leaves()]

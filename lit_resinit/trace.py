@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -658,22 +659,26 @@ def keep_rng() -> Iterator[None]:
 
 @contextlib.contextmanager
 def keep_state(model: nn.Module) -> Iterator[None]:
-    """Put buffers, gradients, training flags and plain attributes of every module back afterwards."""
+    """Put buffers, gradients, training flags and attributes of every module back, with what is in their containers."""
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     grads = [(p, p.grad) for p in model.parameters()]
-    attributes = [(m, dict(vars(m)), dict(m._buffers), dict(m._parameters)) for m in model.modules()]
+    attributes = [(vars(m), dict(vars(m))) for m in model.modules()]
+    containers = {id(v): (v, copy.copy(v)) for _, own in attributes for v in own.values() if type(v) in _CONTAINERS}
     try:
         yield
     finally:
-        for module, plain, own_buffers, own_parameters in attributes:
-            vars(module).clear()
-            vars(module).update(plain)
-            module._buffers.clear()
-            module._buffers.update(own_buffers)
-            module._parameters.clear()
-            module._parameters.update(own_parameters)
+        for current, own in attributes:
+            current.clear()
+            current.update(own)
+        for current, content in containers.values():
+            current.clear()
+            current.extend(content) if isinstance(current, list) else current.update(content)
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
         for parameter, grad in grads:
             parameter.grad = grad
+
+
+# Parameters, buffers, sub-modules and hooks of a module lie in such containers too.
+_CONTAINERS = (dict, collections.OrderedDict, list, set)
