@@ -82,6 +82,7 @@ class _Finder:
             if addition is not None:
                 self._link(addition)
                 self.found[node.index] = addition
+        self._drop_loss_terms()
         self._drop_summands()
         self._drop_inner_scaled()
         for addition in self.found.values():
@@ -99,7 +100,8 @@ class _Finder:
         return addresses
 
     def _same_shape(self, node: Node) -> bool:
-        return all(self.nodes[i].shape == node.shape for i in node.inputs) and node.inputs[0] != node.inputs[1]
+        same = all(self.nodes[i].shape == node.shape for i in node.inputs)
+        return same and math.prod(node.shape) > 1 and node.inputs[0] != node.inputs[1]
 
     def _residual(self, node: Node, address: Address) -> Addition | None:
         left, right = node.inputs
@@ -408,6 +410,30 @@ class _Finder:
         addition.between = tuple(reversed(between))
         if addition.previous is None:
             addition.root = addition.skip
+
+    def _drop_loss_terms(self) -> None:
+        """A sum that neither a learned layer reads nor a module returns is arithmetic of the loss, no stream."""
+        learned = [False] * len(self.nodes)
+        for node in reversed(self.nodes):
+            reads = any(self.nodes[i].learned and not self.nodes[i].data for i in node.inputs)
+            for source in node.inputs:
+                learned[source] = learned[source] or learned[node.index] or (reads and self.nodes[source].data)
+        returned = {n for output in self.graph.outputs for n in output.nodes}
+        for index in list(self.found):
+            if not learned[index] and not self._is_returned(index, returned):
+                del self.found[index]
+
+    def _is_returned(self, index: int, returned: set[int]) -> bool:
+        stack, seen = [index], {index}
+        while stack:
+            current = stack.pop()
+            if current in returned:
+                return True
+            for reader in self.readers[current]:
+                if reader not in seen and math.prod(self.nodes[reader].shape) == math.prod(self.nodes[index].shape):
+                    seen.add(reader)
+                    stack.append(reader)
+        return False
 
     def _drop_summands(self) -> None:
         """``(conv(n) + mlp(n)) + x`` is one branch with two summands, not a projection inside a branch."""

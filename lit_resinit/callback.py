@@ -162,6 +162,7 @@ class ResidualInit(Callback):
                 "`configure_model` (or `setup`), or use "
                 "scheme='last_layer'."
             )
+        _check_copies(trainer, plan)
         if not (late and self._resumed):
             apply_(pl_module, plan, overwrite_trained=self.overwrite_trained)
         self._accept(plan)
@@ -261,7 +262,7 @@ class ResidualInit(Callback):
 
     def _judge_gradients(self, trainer: Any, pl_module: nn.Module) -> None:
         observation = self._watch.observation
-        if observation is None or not self._watch.judge or self.plan is None:
+        if observation is None or not self._watch.judge or self.plan is None or not observation.saw_backward:
             return
         self._watch.judge = False
         observation.finish()
@@ -313,11 +314,12 @@ class ResidualInit(Callback):
         return bool(every) and (_step_index(trainer) + 1) % every == 0
 
     def _record(self, trainer: Any, pl_module: nn.Module) -> None:
-        if self.plan is None or self._watch.moments is None or self._watch.recorded:
-            return
         self._watch.collect()
+        moments = self._watch.moments
+        if self.plan is None or moments is None or not moments.update_called or self._watch.recorded:
+            return
         gates = gate_statistics(pl_module, self.plan)
-        record = to_record(trainer.global_step, gates, self._watch.moments)
+        record = to_record(trainer.global_step, gates, moments)
         self.history.append(record.step, record.gates, record.var_stream, record.var_branch)
         self._watch.recorded = True
 
@@ -475,6 +477,19 @@ def _may_come_later(pl_module: nn.Module) -> bool:
     """Whether the module builds something after ``Callback.setup``: it overrides ``setup`` or ``configure_model``."""
     base: Any = next(c for c in type(pl_module).__mro__ if c.__name__ == "LightningModule")
     return any(getattr(type(pl_module), n) is not getattr(base, n) for n in ("setup", "configure_model"))
+
+
+def _check_copies(trainer: Any, plan: ResidualPlan) -> None:
+    """A callback that copied the module in its own ``setup`` would miss the parameters inserted now."""
+    if not any(b.action == "insert" for b in plan.branches):
+        return
+    copied = [c for c in trainer.callbacks if getattr(c, "_average_model", None) is not None]
+    if copied:
+        raise ResInitError(
+            f"inserting gates: expected no copy of the module yet, found one in {type(copied[0]).__name__}, whose "
+            "`setup` ran first (WeightAveraging and its kind copy the module there). List ResidualInit before it in "
+            "`Trainer(callbacks=[...])`. Nothing was changed."
+        )
 
 
 def _candidates(trainer: Any, pl_module: Any, example_inputs: Any, tried: list[str]) -> Any:

@@ -106,6 +106,11 @@ class GradientProbe(IdentityProbe):
         self._errors.append(peak)
         return len(self._errors) - 1
 
+    @property
+    def saw_backward(self) -> bool:
+        """Whether an error arrived anywhere yet."""
+        return bool(self._arriving)
+
     def flow(self) -> Flow:
         """Everything that was seen, as numbers."""
         with measuring():

@@ -400,6 +400,11 @@ class Observation:
             raise RuntimeError("Expected a finished `with observe(...)` block around one forward and backward")
         return self._gradients
 
+    @property
+    def saw_backward(self) -> bool:
+        """Whether a backward pass ran yet."""
+        return self._probe is not None and self._probe.saw_backward
+
     def start(self) -> None:
         """Begin to observe."""
         self._exit.enter_context(torch.compiler.set_stance("force_eager"))

@@ -111,7 +111,11 @@ def training_step(trainer: Any) -> Callable[[nn.Module, tuple[Any, ...], dict[st
         takes_index = len(names) > 1 or any(
             p.kind is p.VAR_POSITIONAL for p in inspect.signature(module.training_step).parameters.values()
         )
-        return module.training_step(batch, 0) if takes_index else module.training_step(batch)
+        if not takes_index:
+            return module.training_step(batch)
+        out = module.training_step(batch, 0)
+        skipped = out is None and module.automatic_optimization
+        return module.training_step(batch, 1) if skipped else out
 
     return run
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
-from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
@@ -201,16 +200,20 @@ class Recorder(TorchDispatchMode):
         model: Module whose parameters, buffers and module names are used.
         inputs: Anything with tensors in it that counts as data.
         keep_storage: Whether to keep the memory of every value alive, which is free for fake tensors only.
+        note_outputs: Whether to note what every call of a module returned.
     """
 
-    def __init__(self, model: nn.Module, inputs: Any = (), *, keep_storage: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, inputs: Any = (), *, keep_storage: bool = False, note_outputs: bool = False
+    ) -> None:
         super().__init__()
         self.graph = Graph()
         self.names = module_names(model)
         self._keep_storage = keep_storage
         self._memory: dict[int, _Storage] = {}
         self._objects: dict[int, tuple[Any, int]] = {}
-        self._hook: Any = None
+        self._noted = [m for m in model.modules() if not hasattr(m, "_orig_mod")] if note_outputs else []
+        self._hooks: list[Any] = []
         for name, parameter in model.named_parameters():
             self._leaf(parameter, "parameter", clean_name(name), learned=True)
         for name, buffer in model.named_buffers():
@@ -220,11 +223,12 @@ class Recorder(TorchDispatchMode):
                 self._leaf(tensor, "input", "", data=True)
 
     def __enter__(self) -> Recorder:
-        self._hook = register_module_forward_hook(self._note_output, always_call=False)
+        self._hooks = [m.register_forward_hook(self._note_output, prepend=True) for m in self._noted]
         return super().__enter__()  # type: ignore[no-any-return]
 
     def __exit__(self, *exc: Any) -> None:
-        self._hook.remove()
+        while self._hooks:
+            self._hooks.pop().remove()
         super().__exit__(*exc)
 
     def __torch_dispatch__(
@@ -598,7 +602,7 @@ def _trace_fake(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     _train_like(twin)
     with mode:
         args, kwargs = tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
-        recorder = Recorder(twin, (args, kwargs), keep_storage=True)
+        recorder = Recorder(twin, (args, kwargs), keep_storage=True, note_outputs=True)
         with recorder:
             run(twin, args, kwargs)
     return recorder.graph
@@ -620,7 +624,7 @@ def _trace_in_place(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _record_real(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> Graph:
     args, kwargs = tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), (args, kwargs))
-    recorder = Recorder(model, (args, kwargs))
+    recorder = Recorder(model, (args, kwargs), note_outputs=True)
     with recorder:
         run(model, args, kwargs)
     return recorder.graph

@@ -285,6 +285,10 @@ class History:
             return torch.zeros(0, len(self.branches))
         return torch.stack([row[position] for _, row in self._rows])
 
+    def newest(self, quantity: str) -> Tensor:
+        """The last record of one quantity, ``(branches,)``."""
+        return self._rows[-1][1][QUANTITIES.index(quantity)]
+
     def switched_on(self) -> dict[str, int | None]:
         """For every branch the first recorded step at which its variance ratio reached ``on_ratio``."""
         return {name: None if on < 0 else on for name, on in zip(self.branches, self._on.tolist(), strict=True)}
@@ -362,19 +366,18 @@ def metrics(history: History, per_branch_up_to: int = 64) -> dict[str, float]:
     ``resinit/variance_ratio_min``; up to 64 branches ``resinit/<quantity>/<branch>`` for every quantity of
     :class:`History`, beyond that their quantiles ``resinit/<quantity>/q10``, ``q50`` and ``q90``.
     """
-    values = {q: getattr(history, q)[-1] for q in QUANTITIES}
+    values = {q: history.newest(q) for q in QUANTITIES}
     ratio = values["variance_ratio"]
     result = {
-        "resinit/switched_on": float((history._on >= 0).sum()),
-        "resinit/gate_max": _safe(values["gate_max"], torch.amax),
-        "resinit/variance_ratio_max": _safe(ratio, torch.amax),
-        "resinit/variance_ratio_min": _safe(ratio, torch.amin),
+        "resinit/switched_on": float(sum(step is not None for step in history.switched_on().values())),
+        "resinit/gate_max": _safe(values["gate_max"], max),
+        "resinit/variance_ratio_max": _safe(ratio, max),
+        "resinit/variance_ratio_min": _safe(ratio, min),
     }
     for quantity, row in values.items():
         if len(history.branches) <= per_branch_up_to:
-            result |= {
-                f"resinit/{quantity}/{log_name(b)}": float(v) for b, v in zip(history.branches, row, strict=True)
-            }
+            named = zip(history.branches, row.tolist(), strict=True)
+            result |= {f"resinit/{quantity}/{log_name(b)}": v for b, v in named}
         else:
             spread = torch.nanquantile(row, torch.tensor([0.1, 0.5, 0.9])).tolist()
             result |= {f"resinit/{quantity}/q{q}": v for q, v in zip((10, 50, 90), spread, strict=True)}
@@ -382,8 +385,8 @@ def metrics(history: History, per_branch_up_to: int = 64) -> dict[str, float]:
 
 
 def _safe(row: Tensor, reduce: Any) -> float:
-    known = row[~row.isnan()]
-    return float(reduce(known)) if known.numel() else math.nan
+    known = [v for v in row.tolist() if not math.isnan(v)]
+    return float(reduce(known)) if known else math.nan
 
 
 def log_name(branch: str) -> str:
