@@ -1,0 +1,82 @@
+import io
+import sys
+
+import pytest
+import torch
+from networks import WIDTH, NormLast, Plain, Scaled, stack
+from rich.console import Console
+from torch import nn
+
+from lit_resinit import History, ResInitError, make_plan
+from lit_resinit.plan import ResidualPlan
+from lit_resinit.report import activation_figure, history_table
+
+X = torch.randn(4, WIDTH)
+
+
+def watched(plan: ResidualPlan, ratios: list[list[float]]) -> History:
+    history = History([b.name for b in plan.branches], on_ratio=0.1)
+    for step, row in enumerate(ratios):
+        history.append(step, torch.full((4, len(plan)), 0.25), torch.ones(len(plan)), torch.tensor(row))
+    return history
+
+
+def printed(plan: ResidualPlan, history: History) -> list[list[str]]:
+    """Cells of the printed table."""
+    file = io.StringIO()
+    Console(file=file, width=200).print(history_table(plan, history))
+    lines = [line for line in file.getvalue().splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+
+
+def test_table_has_a_row_for_each_branch() -> None:
+    plan = make_plan(nn.Sequential(Scaled(), NormLast()), X)
+    rows = printed(plan, watched(plan, [[0.0, 0.0], [0.0, 0.5]]))
+    assert rows == [["0", "scale", "0.25", "0", "-", "-"], ["1", "norm", "0.25", "0.5", "1", "1"]]
+
+
+def test_table_of_a_deep_network_shows_both_ends() -> None:
+    plan = make_plan(stack(Plain, 100), X)
+    rows = printed(plan, watched(plan, [[0.0] * 100]))
+    assert len(rows) == 41
+    assert (rows[0][0], rows[-1][0]) == ("0", "99")
+    assert rows[20][0] == "... 60 more"
+
+
+def test_table_without_records_has_dashes() -> None:
+    plan = make_plan(stack(Plain), X)
+    assert {row[3] for row in printed(plan, watched(plan, []))} == {"-"}
+
+
+def test_figure_has_steps_across_and_depth_upwards() -> None:
+    plan = make_plan(stack(Plain, 5), X)
+    history = watched(plan, [[1e-6 * (i + 1) * 10**s for i in range(5)] for s in range(6)])
+    axes, colours = activation_figure(history).axes
+    mesh = axes.collections[0]
+    assert mesh.get_array().shape == (5, 6)
+    assert axes.get_xlabel() == "optimizer step"
+    assert "first to last" in axes.get_ylabel()
+    assert "Var" in colours.get_ylabel()
+    marks = axes.collections[1].get_offsets()
+    assert [tuple(m) for m in marks.tolist()] == [
+        (step, depth + 0.5) for depth, step in enumerate(history.switched_on().values()) if step is not None
+    ]
+
+
+@pytest.mark.parametrize("ratios", [[[0.0, 0.0]], [[float("nan"), 0.1], [0.2, float("nan")]]])
+def test_figure_of_few_or_unknown_values_can_be_drawn(ratios: list[list[float]]) -> None:
+    plan = make_plan(stack(Plain), X)
+    file = io.BytesIO()
+    activation_figure(watched(plan, ratios)).savefig(file)
+    assert file.getvalue().startswith(b"\x89PNG")
+
+
+def test_empty_history_is_an_error() -> None:
+    with pytest.raises(ResInitError, match="at least one record"):
+        activation_figure(History(["a"]))
+
+
+def test_missing_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ResInitError, match=r"lit-resinit\[report\]"):
+        activation_figure(History(["a"]))
