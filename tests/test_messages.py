@@ -24,8 +24,8 @@ def message(action: Callable[[], object]) -> str:
 
 def test_no_branch() -> None:
     assert message(lambda: make_plan(mlp(), X)) == (
-        "RI101: looked for residual additions `x + f(x)` in one forward of Sequential (5 operations); expected at least "
-        "one, found none. Zeroing a layer of a network without a skip would cut its signal for good, so nothing was "
+        "RI101: looked for residual additions `x + f(x)` in one forward of Sequential (5 operations); expected at "
+        "least one, found none. Zeroing a layer of a network without a skip would cut its signal for good, so nothing was "
         "changed. If the network does have residual blocks, the inputs did not reach them: pass other `example_inputs`."
     )
 
@@ -58,8 +58,8 @@ def test_identity() -> None:
     nn.init.ones_(model[1].scale)
     plan = make_plan(model, X, scheme="observe")
     assert message(check_identity(model, plan, X).raise_if_open) == (
-        "RI201: compared 3 residual additions with their skip; expected each branch to contribute exactly nothing, found "
-        "1 of 3 open:\n"
+        "RI201: compared 3 residual additions with their skip; expected each branch to contribute exactly nothing, "
+        "found 1 of 3 open:\n"
         "- 1: unzeroed scale, culprit 1.scale, deviation #, at networks.py:#. Next: set it to its closing value after "
         "the last initialisation, or let scheme='auto' do so.\n"
         "To watch an open network as it is, pass identity='ignore' or exclude those branches."
@@ -78,9 +78,9 @@ def test_gradient() -> None:
         model(X).square().mean().backward()
     assert message(seen.gradients.raise_if_dead) == (
         "RI301: judged the gradients of 1 gates, biases and zero layers; expected each to learn, found 1 that cannot:\n"
-        "- 0.scale (branch 0): dead: an operation between the gate and the end of the branch turns the error into zero: "
-        "`relu` has slope zero at zero, at test_messages.py:#. Next: make that factor nonzero at the start, move the gate "
-        "behind it, or use scheme='insert'."
+        "- 0.scale (branch 0): dead: an operation between the gate and the end of the branch turns the error into "
+        "zero: `relu` has slope zero at zero, at test_messages.py:#. Next: make that factor nonzero at the start, move the "
+        "gate behind it, or use scheme='insert'."
     )
 
 
