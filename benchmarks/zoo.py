@@ -30,11 +30,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lit_resinit import NoBranchError, ResidualPlan, apply_, check_identity, make_plan, observe
-from lit_resinit.gradients import GradientReport, Waking
+from lit_resinit.gradients import GateGradient, GradientReport, Waking
 
 MODELS = Path(__file__).with_name("zoo.json")
 POINTS = ("count", "closed", "awake", "unchanged")
 STEPS = 3
+DRAWS = 8  # of random numbers, before a gate that nothing explains counts as cut off
 LIMIT = 120  # seconds for one point of one model
 
 
@@ -218,29 +219,39 @@ def expect_awake(subject: Subject, plan: ResidualPlan) -> None:
     """Every gate has a gradient at once, or names what it waits for and has one by the third step."""
     model = subject.model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    torch.manual_seed(2)
-    with observe(model, plan, (subject.args, subject.kwargs)) as seen:
-        subject.loss().backward()
-    optimizer.step()
-    expect_first(seen.gradients)
-    waking = Waking(seen.gradients, patience=STEPS - 1)
+    waking = Waking(first_report(subject, plan), patience=STEPS - 1)
     for _ in range(STEPS - 1):
+        optimizer.step()
         optimizer.zero_grad()
         subject.loss().backward()
         waking.step(model)
-        optimizer.step()
     late = [f"{n} is {g.status}: {g.cause}" for n, g in waking.report.gates.items() if g.status != "alive"]
     expect(not late, f"after {STEPS} steps {_first_of(late)}")
 
 
-def expect_first(report: GradientReport) -> None:
-    """The verdicts at the first backward: alive, or asleep for a named parameter."""
-    bad = [
-        f"{n} is {g.status}: {g.cause}{f', at {g.source}' if g.source else ''}"
-        for n, g in report.gates.items()
-        if not (g.status == "alive" or (g.status == "asleep" and g.waits_for))
-    ]
-    expect(not bad, f"at the first backward {_first_of(bad)} (of {len(report.gates)} judged)")
+def first_report(subject: Subject, plan: ResidualPlan) -> GradientReport:
+    """The verdicts at the first backward: alive, or asleep for a named parameter.
+
+    A gate that nothing wakes by name may have been dropped by chance (dropout, drop path): it gets other draws.
+    """
+    unexplained: dict[str, str] | None = None
+    for draw in range(DRAWS):
+        subject.model.zero_grad()
+        torch.manual_seed(2 + draw)
+        with observe(subject.model, plan, (subject.args, subject.kwargs)) as seen:
+            subject.loss().backward()
+        gates = seen.gradients.gates
+        bad = [_describe(n, g) for n, g in gates.items() if g.status not in ("alive", "asleep")]
+        expect(not bad, f"at the first backward {_first_of(bad)} (of {len(gates)} judged)")
+        asleep = {n: _describe(n, g) for n, g in gates.items() if g.status == "asleep" and not g.waits_for}
+        unexplained = asleep if unexplained is None else {n: t for n, t in unexplained.items() if n in asleep}
+        if not unexplained:
+            return seen.gradients
+    raise ProblemError(f"at the first backward {_first_of(list(unexplained.values()))} (of {len(gates)} judged)")
+
+
+def _describe(name: str, gate: GateGradient) -> str:
+    return f"{name} is {gate.status}: {gate.cause}{f', at {gate.source}' if gate.source else ''}"
 
 
 def _first_of(found: list[str]) -> str:
