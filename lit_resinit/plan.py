@@ -600,14 +600,17 @@ def _below(owner: str, block: str) -> bool:
 
 def _cannot_close(scheme: str, stuck: list[Branch]) -> str:
     first = stuck[0]
+    why = (
+        f"{first.reason}, in {first.culprit.split('.parametrizations')[0] or 'the top module'}" if first.reason else ""
+    )
     names = ", ".join(b.name for b in stuck[:3]) + (f" and {len(stuck) - 3} more" if len(stuck) > 3 else "")
     what = {
         "zero": "a trailing norm or scale to zero; found none. Use scheme='auto', which inserts a scalar there",
-        "last_layer": f"a last layer to zero; found none: {first.reason}. Use scheme='insert' or scheme='auto'",
-        "downscale": f"a last layer to scale; found none: {first.reason}. Use scheme='sqrt_depth'",
+        "last_layer": f"a last layer to zero; found none: {why}. Use scheme='insert' or scheme='auto'",
+        "downscale": f"a last layer to scale; found none: {why}. Use scheme='sqrt_depth'",
     }.get(
         scheme,
-        f"a module whose output is the end of the branch; found none: {first.reason or 'the end is computed inline'}. "
+        f"a module whose output is the end of the branch; found none: {why or 'the end is computed inline'}. "
         f"Edit the block at {first.source}: `self.gate = lit_resinit.ScalarGate()` in `__init__`, and "
         "`x + self.gate(branch)` in `forward`; or leave the branch out with `exclude`",
     )

@@ -19,6 +19,7 @@ from lit_resinit import ops
 from lit_resinit.branches import Address
 from lit_resinit.errors import ResInitError
 from lit_resinit.gates import Gate
+from lit_resinit.identity import mean_and_variance
 from lit_resinit.plan import Branch, ResidualPlan
 from lit_resinit.trace import clean_name, is_not_forward, locate, measuring, module_names
 
@@ -130,8 +131,7 @@ class Watcher(TorchDispatchMode):
     def _measure(self, index: int, stream: Tensor, branch: Tensor) -> None:
         rows = self._seen.setdefault(index, [])
         for tensor in (stream, branch):
-            wide = tensor.detach()
-            variance, mean = torch.var_mean(wide if wide.dtype == torch.float32 else wide.float(), correction=0)
+            mean, variance = mean_and_variance(tensor)
             rows.append((mean, variance, tensor.numel()))
 
     def moments(self) -> tuple[Tensor, Tensor, Tensor] | None:
