@@ -25,8 +25,8 @@ def message(action: Callable[[], object]) -> str:
 def test_no_branch() -> None:
     assert message(lambda: make_plan(mlp(), X)) == (
         "RI101: looked for residual additions `x + f(x)` in one forward of Sequential (5 operations); expected at "
-        "least one, found none. Zeroing a layer of a network without a skip would cut its signal for good, so nothing was "
-        "changed. If the network does have residual blocks, the inputs did not reach them: pass other `example_inputs`."
+        "least one, found none. Zeroing a layer of a network without a skip would cut its signal for good, so nothing "
+        "was changed. If the network does have residual blocks, the inputs did not reach them: pass other `example_inputs`."
     )
 
 
@@ -79,8 +79,8 @@ def test_gradient() -> None:
     assert message(seen.gradients.raise_if_dead) == (
         "RI301: judged the gradients of 1 gates, biases and zero layers; expected each to learn, found 1 that cannot:\n"
         "- 0.scale (branch 0): dead: an operation between the gate and the end of the branch turns the error into "
-        "zero: `relu` has slope zero at zero, at test_messages.py:#. Next: make that factor nonzero at the start, move the "
-        "gate behind it, or use scheme='insert'."
+        "zero: `relu` has slope zero at zero, at test_messages.py:#. Next: make that factor nonzero at the start, move "
+        "the gate behind it, or use scheme='insert'."
     )
 
 
