@@ -26,7 +26,8 @@ def test_no_branch() -> None:
     assert message(lambda: make_plan(mlp(), X)) == (
         "RI101: looked for residual additions `x + f(x)` in one forward of Sequential (5 operations); expected at "
         "least one, found none. Zeroing a layer of a network without a skip would cut its signal for good, so nothing "
-        "was changed. If the network does have residual blocks, the inputs did not reach them: pass other `example_inputs`."
+        "was changed. If the network does have residual blocks, the inputs did not reach them: pass other "
+        "`example_inputs`."
     )
 
 
