@@ -353,7 +353,8 @@ class _Finder:
             if interior is None or not self._learns(link.node, interior) or self._enters_stream(link.node, interior):
                 continue
             layers, curved = _Depth(self, link.node, interior).of(branch)
-            if layers and layers + curved > max(1, link.layers) and not self._samples_noise(interior):
+            u_shaped = self._is_u_shaped(link.node, branch, interior, address.block)
+            if layers and layers + curved > max(1, link.layers) and not self._samples_noise(interior) and not u_shaped:
                 return Addition(
                     node.index, skip, branch, link.node, True, link.scales, interior, address.block, address
                 )
@@ -412,28 +413,9 @@ class _Finder:
             addition.root = addition.skip
 
     def _drop_loss_terms(self) -> None:
-        """A sum that neither a learned layer reads nor a module returns is arithmetic of the loss, no stream."""
-        learned = [False] * len(self.nodes)
-        for node in reversed(self.nodes):
-            reads = any(self.nodes[i].learned and not self.nodes[i].data for i in node.inputs)
-            for source in node.inputs:
-                learned[source] = learned[source] or learned[node.index] or (reads and self.nodes[source].data)
-        returned = {n for output in self.graph.outputs for n in output.nodes}
-        for index in list(self.found):
-            if not learned[index] and not self._is_returned(index, returned):
-                del self.found[index]
-
-    def _is_returned(self, index: int, returned: set[int]) -> bool:
-        stack, seen = [index], {index}
-        while stack:
-            current = stack.pop()
-            if current in returned:
-                return True
-            for reader in self.readers[current]:
-                if reader not in seen and math.prod(self.nodes[reader].shape) == math.prod(self.nodes[index].shape):
-                    seen.add(reader)
-                    stack.append(reader)
-        return False
+        uses = NetworkUses(self.graph, self.readers)
+        for index in [i for i in self.found if not uses.has(i)]:
+            del self.found[index]
 
     def _drop_summands(self) -> None:
         """``(conv(n) + mlp(n)) + x`` is one branch with two summands, not a projection inside a branch."""
@@ -458,6 +440,35 @@ class _Finder:
         for index in inside:
             if any(self.nodes[i].op == "mul" for i in self.found[index].scales):
                 del self.found[index]
+
+
+class NetworkUses:
+    """Which values a learned layer reads or a module returns; any other sum is arithmetic of the loss, no stream."""
+
+    def __init__(self, graph: Graph, readers: list[list[int]]) -> None:
+        self._nodes, self._readers = graph.nodes, readers
+        self._learned = [False] * len(graph.nodes)
+        for node in reversed(graph.nodes):
+            reads = any(graph.nodes[i].learned and not graph.nodes[i].data for i in node.inputs)
+            for source in node.inputs:
+                below = self._learned[node.index] or (reads and graph.nodes[source].data)
+                self._learned[source] = self._learned[source] or below
+        self._returned = {n for output in graph.outputs for n in output.nodes}
+
+    def has(self, index: int) -> bool:
+        """Whether the network itself uses a value."""
+        if self._learned[index]:
+            return True
+        size = math.prod(self._nodes[index].shape)
+        stack, seen = [index], {index}
+        while stack:
+            current = stack.pop()
+            if current in self._returned:
+                return True
+            fresh = [r for r in self._readers[current] if r not in seen and math.prod(self._nodes[r].shape) == size]
+            seen.update(fresh)
+            stack += fresh
+        return False
 
 
 class _Depth:

@@ -23,7 +23,7 @@ from lit_resinit.errors import (
 from lit_resinit.gradients import SLOW, GradientReport, Observation, Waking, gradient_sizes
 from lit_resinit.identity import IdentityReport
 from lit_resinit.inputs import first_batch, training_step
-from lit_resinit.plan import ResidualPlan, Scheme, as_arguments, check_arguments, plan_forward, together
+from lit_resinit.plan import ResidualPlan, Scheme, as_arguments, check_arguments, check_patterns, plan_forward, together
 from lit_resinit.report.tables import history_table
 from lit_resinit.schemes import applied_plan, apply_
 from lit_resinit.trace import Run, call_model, clean_name
@@ -337,7 +337,7 @@ class ResidualInit(Callback):
         trainer.callback_metrics.update(aggregates)
         if self._watch.logs:
             for logger in trainer.loggers:
-                logger.log_metrics(values, step=_step_index(trainer) - 1)
+                logger.log_metrics(values, step=_step_index(trainer))
 
     def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
         """Print the table, and write what was asked for."""
@@ -370,8 +370,10 @@ class ResidualInit(Callback):
         self._watch.close()
 
     def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
-        """Leave no hook or mode behind."""
+        """Leave no hook or mode behind, nor the bound ``log`` methods that the Trainer gave us, which hold the module."""
         self._watch.close()
+        for name in ("log", "log_dict"):
+            vars(self).pop(name, None)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain types only, so that the checkpoint loads with ``weights_only=True``."""
@@ -462,9 +464,7 @@ def _check_options(
             raise ValueError(
                 f"Expected argument `{name}` to be one of {', '.join(get_args(Policy))} but got {policy!r}"
             )
-    for name, patterns in (("include", include), ("exclude", exclude)):
-        if patterns is not None and not all(isinstance(p, str) for p in patterns):
-            raise TypeError(f"Expected argument `{name}` to be a glob or a list of globs but got {patterns!r}")
+    check_patterns(include, exclude)
     if not isinstance(patience, int) or patience < 1:
         raise ValueError(f"Expected argument `patience` to be a number of steps of at least 1 but got {patience!r}")
     if not isinstance(on_ratio, int | float) or not on_ratio > 0:

@@ -268,12 +268,13 @@ class Flow:
         operands = [i for i in record.inputs if self._is_shown(i, target)]
         reasons = []
         for operand in operands:
-            zeros = [p for p in self._partners(call, operand) if self._value(p) == 0.0]
+            partners = self._partners(call, operand)
+            zeros = [p for p in partners if self._value(p) == 0.0]
             if zeros:
                 names = frozenset[str]().union(*(self.explain_zero(z) for z in zeros))
                 kind: ReasonKind = "data" if "<data>" in names and len(names) == 1 else "factor"
                 reasons.append(Reason(kind, call, names - {"<data>", "<constant>"}))
-            elif self._value(operand) == 0.0:
+            elif self._value(operand) == 0.0 and not partners:
                 names = self.explain_zero(operand)
                 reasons.append(
                     Reason("data" if names == {"<data>"} else "slope", call, names - {"<data>", "<constant>"})

@@ -357,12 +357,12 @@ class GateFinder:
         zero: list[bool] = []
         self._factors = []
         for node in self.nodes:
-            factor = self._closed_factor(node)
+            factor = self._closed_factor(node, zero)
             self._factors.append(factor)
             zero.append(factor is not None or self._stays_zero(node, zero))
         return zero
 
-    def _closed_factor(self, node: Node) -> tuple[int, _Closing] | None:
+    def _closed_factor(self, node: Node, zero: list[bool]) -> tuple[int, _Closing] | None:
         """(other operand, parameter) of a product whose learned factor is at its closing value."""
         if node.op not in ops.PRODUCTS and node.op != "embedding":
             return None
@@ -373,7 +373,18 @@ class GateFinder:
             closing = self._closing(factor)
             if closing is not None and self.is_closed(closing.parameter, closing.value, closing.index):
                 return other, closing
+            if closing is None and node.op == "mul" and zero[factor]:
+                return other, _Closing(self._zero_parameter(factor), 0.0, None, False)
         return None
+
+    def _zero_parameter(self, expression: int) -> str:
+        """A zero parameter behind an expression that is zero, however it is written (``a ** 2``, ``relu(a)``)."""
+        stack = [expression]
+        while True:
+            node = self.nodes[stack.pop()]
+            if node.op == "parameter" and self.is_closed(node.name, 0.0, None):
+                return node.name
+            stack += [i for i in node.inputs if self.nodes[i].learned]
 
     def _stays_zero(self, node: Node, zero: list[bool]) -> bool:
         if node.op == "parameter":

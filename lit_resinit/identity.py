@@ -133,12 +133,11 @@ class IdentityProbe(Recorder):
         if not self._measures_values:
             return
         tensors = [t for t in tree_iter(out) if isinstance(t, Tensor)]
-        if func.is_view:
-            for node in call.outputs:
-                self._share_peak(node, call.inputs[0])
-            return
         for tensor, node in zip(tensors, call.outputs, strict=False):
-            self._note_peak(node, tensor)
+            if self.graph.nodes[node].op == "view":
+                self._share_peak(node, call.inputs[0])
+            else:
+                self._note_peak(node, tensor)
 
     def _note_peak(self, node: int, tensor: Tensor) -> None:
         peak = peak_of(tensor)
@@ -147,7 +146,7 @@ class IdentityProbe(Recorder):
             self._peaks.append(peak)
 
     def _share_peak(self, view: int, base: int) -> None:
-        if base in self._peak_of and self.graph.nodes[view].op == "view":
+        if base in self._peak_of:
             self._peak_of[view] = self._peak_of[base]
 
     def _compare(self, branch: Branch, skip: Tensor, out: Tensor) -> None:

@@ -52,11 +52,11 @@ def _from_dataset(loader: DataLoader[Any], size: int | None) -> Any:
         return next(iter(DataLoader(dataset, batch_size=loader.batch_size, collate_fn=loader.collate_fn)))
     if loader.batch_sampler is None:
         return loader.collate_fn(dataset[0])
-    if type(loader.batch_sampler) is not BatchSampler and loader.batch_size is None:
+    if type(loader.batch_sampler) is not BatchSampler:
         indices = list(next(iter(loader.batch_sampler)))[:size]
     else:
         length = len(dataset) if hasattr(dataset, "__len__") else 1
-        indices = list(range(min(x for x in (loader.batch_size, size, length) if x is not None)))
+        indices = list(range(min(x for x in (loader.batch_sampler.batch_size, size, length) if x is not None)))
     getter = getattr(dataset, "__getitems__", None)
     return loader.collate_fn(getter(indices) if callable(getter) else [dataset[i] for i in indices])
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from lit_resinit import ops
-from lit_resinit.branches import Addition, Address, child_of, find_additions
+from lit_resinit.branches import Addition, Address, NetworkUses, child_of, find_additions
 from lit_resinit.errors import GateError, NoBranchError
 from lit_resinit.gates import INSERTED_NAME, Gate, GateFinder, Tail
 from lit_resinit.trace import Graph, Run, call_model, clean_name, trace
@@ -243,14 +243,20 @@ def check_arguments(
         raise TypeError(f"Expected argument `model` to be a torch.nn.Module but got {type(model).__name__}")
     if scheme not in get_args(Scheme):
         raise ValueError(f"Expected argument `scheme` to be one of {', '.join(get_args(Scheme))} but got {scheme!r}")
-    for name, patterns in (("include", include), ("exclude", exclude)):
-        if patterns is not None and not all(isinstance(p, str) for p in patterns):
-            raise TypeError(f"Expected argument `{name}` to be a glob or a list of globs but got {patterns!r}")
+    check_patterns(include, exclude)
     if next(iter(model.parameters()), None) is None:
         raise NoBranchError(
             f"looked for residual branches in {type(model).__name__}; expected a model with parameters, found none, so "
             "there is nothing to close. Pass the network itself, built, not a container that builds it later."
         )
+
+
+def check_patterns(include: object, exclude: object) -> None:
+    """Raise for patterns that are no globs."""
+    for name, patterns in (("include", include), ("exclude", exclude)):
+        listed = isinstance(patterns, Sequence) and all(isinstance(p, str) for p in patterns)
+        if patterns is not None and not listed:
+            raise TypeError(f"Expected argument `{name}` to be a glob or a list of globs but got {patterns!r}")
 
 
 class _Planner:
@@ -327,7 +333,8 @@ class _Planner:
                             )
                         )
                         break
-        return [a for a in found if self.finder.closed_gates(a)]
+        uses = NetworkUses(self.graph, self.finder.readers)
+        return [a for a in found if self.finder.closed_gates(a) and uses.has(a.node)]
 
     # ---------------------------------------------------------------- names
 
@@ -494,7 +501,10 @@ class _Planner:
         )
 
     def _only_used_here(self, names: tuple[str, ...], calls: int) -> bool:
-        return all(len(self.finder.readers[self.leaves[n]]) <= calls for n in names if n in self.leaves)
+        return all(len(self._reads(self.leaves[n])) <= calls for n in names if n in self.leaves)
+
+    def _reads(self, node: int) -> list[int]:
+        return [r for r in self.finder.readers[node] if self.graph.nodes[r].op != "statistic"]
 
     # ---------------------------------------------------------------- streams
 
@@ -525,7 +535,7 @@ class _Planner:
                 nodes: list[int] = []
                 current = addition.node
                 while len(nodes) < 8:
-                    readers = [r for r in self.finder.readers[current] if self.graph.nodes[r].op != "statistic"]
+                    readers = self._reads(current)
                     if len(readers) != 1:
                         break
                     current = readers[0]

@@ -117,7 +117,7 @@ def clean_name(name: str) -> str:
 
 
 def locate(names: dict[int, str], depth: int) -> tuple[str, str]:
-    """Module whose code is running, and the innermost line of Python, found on the stack.
+    """Module whose code is running, and the line of that code, found on the stack.
 
     Hooks are blind where a parent calls ``child.forward`` directly; the stack is not.
     """
@@ -130,7 +130,7 @@ def locate(names: dict[int, str], depth: int) -> tuple[str, str]:
         if code.co_argcount:
             owner = names.get(id(frame.f_locals.get(code.co_varnames[0])))
             if owner is not None:
-                return owner, line
+                return owner, f"{code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "", line
 

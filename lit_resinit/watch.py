@@ -392,4 +392,4 @@ def _safe(row: Tensor, reduce: Any) -> float:
 def log_name(branch: str) -> str:
     """A branch name in the characters that every logger takes: letters, digits and ``_ . / -``."""
     text = branch.replace("(", "").replace(")", "").replace(":", ".")
-    return "".join(c if c.isalnum() or c in "_./-" else "_" for c in text)
+    return "".join(c if (c.isascii() and c.isalnum()) or c in "_./-" else "_" for c in text)
