@@ -370,7 +370,7 @@ class ResidualInit(Callback):
         self._watch.close()
 
     def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
-        """Leave no hook or mode behind, nor the bound ``log`` methods that the Trainer gave us, which hold the module."""
+        """Leave no hook or mode behind, nor the bound ``log`` methods of the Trainer, which hold the module."""
         self._watch.close()
         for name in ("log", "log_dict"):
             vars(self).pop(name, None)

@@ -334,7 +334,10 @@ class _Planner:
                         )
                         break
         uses = NetworkUses(self.graph, self.finder.readers)
-        return [a for a in found if self.finder.closed_gates(a) and uses.has(a.node)]
+        return [a for a in found if self._ends_in_zero_layer(a) and uses.has(a.node)]
+
+    def _ends_in_zero_layer(self, addition: Addition) -> bool:
+        return any(g.kind == "layer" for g in self.finder.closed_gates(addition))
 
     # ---------------------------------------------------------------- names
 
