@@ -493,6 +493,7 @@ class _Depth:
 
 
 def child_of(owner: str, block: str) -> str:
-    """First name below ``block`` on the way to ``owner``; empty for the block itself."""
-    rest = owner[len(block) + 1 :] if block and owner.startswith(block + ".") else ("" if owner == block else owner)
-    return rest.split(".")[0]
+    """First name below ``block`` on the way to ``owner``; empty for the block itself and for a module outside it."""
+    if block and not owner.startswith(block + "."):
+        return ""
+    return owner[len(block) + 1 if block else 0 :].split(".")[0]

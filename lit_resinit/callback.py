@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
@@ -36,6 +37,7 @@ except ImportError:  # pragma: no cover - the older package has the same class u
     from pytorch_lightning import Callback  # type: ignore[assignment]
 
 Policy = Literal["raise", "warn", "ignore"]
+_trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # their gates have moved: no identity to prove any more
 _SCALER_WAIT = 50  # steps that a gradient scaler may skip before its overflow counts as ours
 
 
@@ -192,7 +194,8 @@ class ResidualInit(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
         """Every gate has to be in an optimizer, and should not be decayed."""
-        self._watch = _Watch(judge=self.plan is not None, fresh=trainer.global_step == 0 and not self._resumed)
+        fresh = trainer.global_step == 0 and not self._resumed and pl_module not in _trained
+        self._watch = _Watch(judge=self.plan is not None, fresh=fresh)
         if self.plan is not None:
             _check_optimizers(trainer, pl_module, self.plan)
 
@@ -325,6 +328,8 @@ class ResidualInit(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Send the record to every logger; a batch without backward or optimizer step is tried again."""
+        if trainer.global_step:
+            _trained.add(pl_module)
         if self._watch.recorded:
             self._send(trainer)
             self._watch.end_record()
@@ -368,10 +373,12 @@ class ResidualInit(Callback):
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
         """Leave no hook or mode behind."""
         self._watch.close()
+        _give_back_loader(trainer, pl_module)
 
     def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
         """Leave no hook or mode behind, nor the bound ``log`` methods of the Trainer, which hold the module."""
         self._watch.close()
+        _give_back_loader(trainer, pl_module)
         for name in ("log", "log_dict"):
             vars(self).pop(name, None)
 
@@ -523,8 +530,16 @@ def _train_loader(trainer: Any, pl_module: Any) -> Any:
         vars(owner).pop("train_dataloader", None)
         return loader
 
+    once.lent = True  # type: ignore[attr-defined]
     vars(owner)["train_dataloader"] = once
     return loader
+
+
+def _give_back_loader(trainer: Any, pl_module: Any) -> None:
+    """Remove the loader that was lent to the Trainer, where it never asked for it."""
+    for owner in (pl_module, trainer.datamodule):
+        if owner is not None and getattr(vars(owner).get("train_dataloader"), "lent", False):
+            del vars(owner)["train_dataloader"]
 
 
 def _step_index(trainer: Any) -> int:

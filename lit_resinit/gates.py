@@ -142,7 +142,8 @@ class GateFinder:
         if node.op == "add":
             return self._through_sum(node, addition, tail, biases)
         if node.op in ops.MERGES:
-            return self._fork([i for i in node.inputs if self.nodes[i].data], addition, tail, biases)
+            values = ops.merged_values(node.op, node.inputs)
+            return self._fork([i for i in values if self.nodes[i].data], addition, tail, biases)
         if node.op in ops.ATTENTION:
             return node.inputs[2]
         if node.op in ops.PRODUCTS or node.op == "embedding":
@@ -237,7 +238,7 @@ class GateFinder:
 
     def _gate(self, node: Node, moving: int, closing: _Closing, biases: list[str]) -> Gate:
         kind: GateKind = "layer" if node.op != "mul" else "norm" if self._is_normalised(moving) else "scale"
-        if closing.parameter.rpartition(".")[2] == INSERTED_NAME:
+        if closing.parameter.rpartition(".")[2].startswith(INSERTED_NAME):
             kind = "inserted"
         folds = (closing.parameter, *biases) if closing.linear and closing.index is None else ()
         return Gate(kind, closing.parameter, closing.value, closing.index, tuple(biases), folds_into=folds)
@@ -437,6 +438,11 @@ class GateFinder:
 
 
 INSERTED_NAME = "residual_gate"
+
+
+def inserted_name(leaf: int) -> str:
+    """Name of an inserted scalar on its module: one for each tensor that the module returns."""
+    return INSERTED_NAME if leaf == 0 else f"{INSERTED_NAME}_{leaf}"
 
 
 def holds(tensor: Tensor, value: float) -> bool:

@@ -320,13 +320,15 @@ class _Judge:
 
     def _mark_exploding(self, verdicts: dict[str, GateGradient]) -> None:
         sizes = [v.size for v in verdicts.values() if v.status == "alive" and v.role != "bias" and v.size > 0]
-        limit = EXPLODING * statistics.median(sizes) if len(sizes) > 1 else math.inf
+        limit = EXPLODING * statistics.median_low(sizes) if len(sizes) > 1 else math.inf
         for name, v in verdicts.items():
-            if v.status == "alive" and v.size > limit:
-                ratio = v.size / (limit / EXPLODING)
+            if v.status == "alive" and v.role != "bias" and (v.size > limit or v.slope > EXPLODING):
+                relative = f"{v.size * EXPLODING / limit:.1e} times the median over gates"
+                absolute = f"the error grows {v.slope:.1e} times within the branch"
                 where, source = self._steepest(v)
                 cause = (
-                    f"its gradient is {ratio:.1e} times the median over gates{where}: a normalisation of a zero vector"
+                    f"its gradient explodes, {relative if v.size > limit else absolute}{where}: a normalisation of a "
+                    "zero vector"
                 )
                 verdicts[name] = dataclasses.replace(v, status="exploding", cause=cause, source=source)
 

@@ -183,6 +183,17 @@ FACTORIES = frozenset(
 NORMAL_NOISE = frozenset(["randn", "normal", "randn_like", "normal_functional"])
 
 
+def merged_values(op: str, inputs: tuple[int, ...]) -> tuple[int, ...]:
+    """Which inputs of a merging operation are values, not conditions, masks or indices."""
+    if op == "where":
+        return inputs[1:]
+    if op == "masked_fill":
+        return inputs[:1]
+    if op in ("cat", "stack", "copy_into", "slice_scatter", "select_scatter"):
+        return inputs
+    return (inputs[0], inputs[-1])
+
+
 @functools.cache
 def base_name(func: OpOverload) -> str:
     """Name of an operation without namespace, overload and in-place mark: ``aten::add_.Tensor`` is ``add``."""

@@ -14,7 +14,7 @@ from torch import nn
 from lit_resinit import ops
 from lit_resinit.branches import Addition, Address, NetworkUses, child_of, find_additions
 from lit_resinit.errors import GateError, NoBranchError
-from lit_resinit.gates import INSERTED_NAME, Gate, GateFinder, Tail
+from lit_resinit.gates import Gate, GateFinder, Tail, inserted_name
 from lit_resinit.trace import Graph, Run, call_model, clean_name, trace
 
 Scheme = Literal["auto", "zero", "insert", "last_layer", "sqrt_depth", "downscale", "observe"]
@@ -347,6 +347,7 @@ class _Planner:
             per_block[addition.block] = per_block.get(addition.block, 0) + 1
         names: dict[int, str] = {}
         used: dict[str, int] = {}
+        self.singles = {self._single(a) for a in self.additions}
         for addition in self.additions:
             block = addition.block
             several = per_block[block] > max(1, len(self.called.get(block, ())))
@@ -356,21 +357,29 @@ class _Planner:
         return names
 
     def _submodule(self, addition: Addition) -> str:
-        """The one sub-module that computes the branch, else the last one with a layer, else the block."""
+        """The one sub-module that computes the branch, else the last with a layer and no branch of its own."""
+        single = self._single(addition)
+        if single or not addition.block:
+            return single or "(root)"
+        children = [c for c in self._children(addition) if c and c not in self.singles]
+        return children[-1] if children else addition.block
+
+    def _single(self, addition: Addition) -> str:
+        children = self._children(addition)
+        single = children[0] if len(children) == 1 else ""
+        outputs = {m for node in self.tails[addition.node].passed for m, _ in self.outputs.get(node, ())}
+        return single if addition.block or single in outputs else ""
+
+    def _children(self, addition: Addition) -> list[str]:
+        """The called modules below the block that run the layers of a branch, "" for the block's own layers."""
         ends = self.tails[addition.node].passed
         owners = []
         for index in sorted(addition.interior or ends):
             node = self.graph.nodes[index]
-            if node.op in ops.LAYERS and any(self.graph.nodes[i].learned for i in node.inputs):
+            inside = _below(self.graph.owner(index), addition.block)
+            if inside and node.op in ops.LAYERS and any(self.graph.nodes[i].learned for i in node.inputs):
                 owners.append(self._called_child(self.graph.owner(index), addition.block))
-        children = dict.fromkeys(o for o in owners if o)
-        outputs = {m for node in ends for m, _ in self.outputs.get(node, ())}
-        single = next(iter(children)) if len(children) == 1 and "" not in owners else ""
-        if single and (addition.block or single in outputs):
-            return single
-        if not addition.block:
-            return "(root)"
-        return next(reversed(children), addition.block)
+        return list(dict.fromkeys(owners))
 
     def _called_child(self, owner: str, block: str) -> str:
         """The first module below ``block`` on the way to ``owner`` that is called, not only a container."""
@@ -446,6 +455,9 @@ class _Planner:
         kinds: set[Action] = set()
         whole = [g for leaf in tail.leaves() for g in leaf.gates if g.kind == "layer"] or not tail.closable
         for leaf in tail.leaves():
+            if leaf.gates and self.finder.is_zero(leaf.passed[0]):
+                gates += leaf.gates  # a summand that arrives closed: a second zero would kill it
+                continue
             trailing = [g for g in leaf.gates if g.kind != "layer"]
             inserted = [] if trailing else self._inserted_into(leaf)
             gates += trailing or inserted or leaf.gates
@@ -473,7 +485,8 @@ class _Planner:
         return False
 
     def _inserted(self, tail: Tail) -> list[Gate]:
-        each = [self._inserted_into(leaf) for leaf in tail.leaves()]
+        closed = {id(leaf) for leaf in tail.leaves() if leaf.gates and self.finder.is_zero(leaf.passed[0])}
+        each = [leaf.gates if id(leaf) in closed else self._inserted_into(leaf) for leaf in tail.leaves()]
         if all(each):
             return [g for gates in each for g in gates]
         return self._inserted_into(tail)
@@ -493,7 +506,7 @@ class _Planner:
         bent = tail.bent_at is not None and tail.bent_at < node
         folds = tuple(f for g in tail.gates for f in g.folds_into) if len(tail.gates) == 1 and not bent else ()
         folds = folds if self._only_used_here(folds, len(self.called[module])) else ()
-        return [Gate("inserted", f"{module}.{INSERTED_NAME}", module=module, leaf=leaf, folds_into=folds)]
+        return [Gate("inserted", f"{module}.{inserted_name(leaf)}", module=module, leaf=leaf, folds_into=folds)]
 
     def _can_carry(self, module: str, leaf: int, node: int, tail: Tail) -> bool:
         if not module or module not in self.modules:
@@ -573,7 +586,8 @@ class _Planner:
         for node in self.graph.nodes:
             if node.op != "mul" or not any(self.graph.nodes[i].op == "norm" for i in node.inputs):
                 continue
-            names = self._parameters_below([i for i in node.inputs if not self.graph.nodes[i].data])
+            factors = [i for i in node.inputs if not self.graph.nodes[i].data and self.graph.nodes[i].op != "norm"]
+            names = self._parameters_below(factors)
             owner = self.graph.owner(node.index)
             while owner:
                 if owner in blocks:

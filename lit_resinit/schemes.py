@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lit_resinit.errors import FoldError, ResInitError, TrainedWeightsError
-from lit_resinit.gates import INSERTED_NAME, Gate
+from lit_resinit.gates import Gate, inserted_name
 from lit_resinit.plan import Branch, ResidualPlan
 from lit_resinit.trace import clean_name
 
@@ -63,7 +63,7 @@ class GateHook:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Return the output with the tensor multiplied."""
-        return _scaled(output, self.leaf, getattr(module, INSERTED_NAME))
+        return _scaled(output, self.leaf, getattr(module, inserted_name(self.leaf)))
 
 
 @dataclasses.dataclass(slots=True)
@@ -212,7 +212,7 @@ def _write(gate: Gate, branch: Branch, parameters: dict[str, nn.Parameter], modu
 def _insert(gate: Gate, module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
     near = next(module.parameters(), None)
     near = next(iter(parameters.values())) if near is None else near
-    module.register_parameter(INSERTED_NAME, nn.Parameter(torch.zeros(1, device=near.device)))
+    module.register_parameter(inserted_name(gate.leaf), nn.Parameter(torch.zeros(1, device=near.device)))
     folds = tuple((name, gate.value) for name in gate.folds_into)
     module.register_forward_hook(GateHook(gate.leaf, gate.module, folds), prepend=True)
 
@@ -247,16 +247,16 @@ def fold_(model: nn.Module) -> list[str]:
     for parameter in parameters.values():
         uses[id(parameter)] = uses.get(id(parameter), 0) + 1
     found = [(clean_name(n), m, key, hook) for n, m in model.named_modules() for key, hook in _gate_hooks(m)]
-    targets = {name: _fold_targets(name, hook, parameters, uses) for name, _, _, hook in found}
+    targets = [_fold_targets(name, hook, parameters, uses) for name, _, _, hook in found]
     names = []
     with torch.no_grad():
-        for name, module, key, _ in found:
-            gate = module._parameters.pop(INSERTED_NAME)
+        for (name, module, key, hook), weights in zip(found, targets, strict=True):
+            gate = module._parameters.pop(inserted_name(hook.leaf))
             assert gate is not None
-            for parameter, value in targets[name]:
+            for parameter, value in weights:
                 parameter.sub_(value).mul_(gate.to(parameter.dtype)).add_(value)
             del module._forward_hooks[key]
-            names.append(f"{name}.{INSERTED_NAME}" if name else INSERTED_NAME)
+            names.append(f"{name}.{inserted_name(hook.leaf)}".lstrip("."))
     return names
 
 

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import functools
 import os
 import random
 import sys
@@ -24,6 +25,7 @@ from lit_resinit import ops
 from lit_resinit.errors import TraceError
 
 TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+_DRAWS = 12  # more forwards where one draws lots (layer drop), the fullest of which is kept
 PACKAGE_FOLDER = os.path.dirname(__file__) + os.sep
 # Frames between an operation and the mode that records it.
 _MACHINERY = (
@@ -86,6 +88,7 @@ class Graph:
     calls: list[Call] = dataclasses.field(default_factory=list)
     outputs: list[ModuleOutput] = dataclasses.field(default_factory=list)
     executed: dict[str, int] = dataclasses.field(default_factory=dict)
+    lots: int = 0
 
     def owner(self, node: int) -> str:
         """Dotted name of the module that ran the node's operation."""
@@ -311,7 +314,7 @@ class Recorder(TorchDispatchMode):
     def _begin(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         owner, line = locate(self.names, 2)
         inputs = tuple(self.node_of(a) for a in tree_iter((args, kwargs)) if isinstance(a, Tensor))
-        numbers = tuple(None if isinstance(a, Tensor) else a for a in args)
+        numbers = tuple(None if any(isinstance(t, Tensor) for t in tree_iter(a)) else a for a in args)
         others = {k: v for k, v in kwargs.items() if not isinstance(v, Tensor)}
         return Call(func, numbers, others, owner, line, user_line(2), inputs)
 
@@ -322,6 +325,8 @@ class Recorder(TorchDispatchMode):
         graph.executed[call.owner] = graph.executed.get(call.owner, 0) + 1
         written = ops.written_arguments(func)
         results = [t for t in tree_iter(out) if isinstance(t, Tensor)]
+        if ops.is_random(func) and any(t.numel() == 1 for t in results):
+            graph.lots += 1
         if not results and not written:
             return
         nodes = _Spelling(self, index, call, args, kwargs).nodes(results)
@@ -408,11 +413,12 @@ class _Spelling:
         elif self._call.func.is_view:
             base = "view"
         noise = ops.is_random(self._call.func) and base not in ops.ATTENTION and "dropout" not in base
+        latent = base in ops.NORMAL_NOISE  # a network may be fed by noise
         if base in ops.FACTORIES:
             inputs = tuple(
                 i for i in inputs[1:] if not isinstance(self._arguments.get("self"), Tensor) or base == "fill"
             )
-        return self._add(base, inputs, shape, noise=noise, region=region)
+        return self._add(base, inputs, shape, data=latent, noise=noise, region=region)
 
     def _sum(self, left: int | None, right: int | None, shape: tuple[int, ...]) -> int | None:
         if left is None or right is None:
@@ -582,7 +588,7 @@ def trace(
     for attempt in (_trace_fake, _trace_copy, _trace_in_place):
         try:
             with keep_rng(), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
-                return attempt(model, args, kwargs, run)
+                return _fullest(functools.partial(attempt, model, args, kwargs, run))
         except Exception as error:  # the next attempt decides; the last error is the forward's own
             first = error
     shapes = ", ".join(str(tuple(t.shape)) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)) or "no tensor"
@@ -591,6 +597,23 @@ def trace(
         f"it raised {type(first).__name__}: {first}. Pass inputs that fit the forward: "
         "`make_plan(model, args, kwargs)`, or `ResidualInit(example_inputs=...)`."
     ) from first
+
+
+def _fullest(attempt: Callable[[], Graph]) -> Graph:
+    """The forward, repeated where it draws lots: layers that are skipped at random would be missed by a single one."""
+    before = _host_random_state()
+    graph = attempt()
+    if not graph.lots and _host_random_state() == before:
+        return graph
+    for _ in range(_DRAWS):
+        other = attempt()
+        graph = max(graph, other, key=lambda g: len(g.calls))
+    return graph
+
+
+def _host_random_state() -> tuple[Any, ...]:
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), repr(numpy.random.get_state()) if numpy is not None else None
 
 
 def _trace_fake(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> Graph:
