@@ -17,7 +17,7 @@ from lit_resinit.errors import GradientError
 from lit_resinit.flow import Flow, GradientProbe, Reason
 from lit_resinit.gates import holds
 from lit_resinit.identity import IdentityReport, peak_of, to_host
-from lit_resinit.plan import ResidualPlan, together
+from lit_resinit.plan import ResidualPlan, together, without_numbers
 from lit_resinit.trace import clean_name
 
 Status = Literal["alive", "asleep", "dead", "missing", "nonfinite", "exploding"]
@@ -275,11 +275,11 @@ class _Judge:
             "unreached": "the loss does not use it",
         }.get(reason.kind, f"`{op}` sends nothing back")
         if frozen:
-            why += f", because {', '.join(frozen)} is zero and frozen"
+            why += f", because {together(frozen)} is zero and frozen"
         elif judged.gate in reason.parameters and reason.kind == "factor":
             why += f", a value computed from the zero output of {judged.gate} itself"
         elif others:
-            why += f", because {', '.join(others)} is zero too and has no gradient either"
+            why += f", because of {together(others)}, zero too and without a gradient"
         if reason.call == reader and reason.kind == "factor":
             return f"the input of the gate is zero: {why}"
         if end >= 0 and reason.call > end:
@@ -531,7 +531,7 @@ class Waking:
 # -------------------------------------------------------------------- words
 
 _NEXT: dict[str, str] = {
-    "dead": "make that factor nonzero at the start, move the gate behind it, or use scheme='insert'",
+    "dead": "make that factor nonzero at the start, or put the gate behind it",
     "missing": "let the gate take part in the loss, or exclude its branch",
     "nonfinite": "make the operation safe at zero before it is evaluated",
 }
@@ -554,10 +554,12 @@ def describe(report: GradientReport) -> str:
     ]
     groups: dict[tuple[str, str, str], list[GateGradient]] = {}
     for gate in alarms:
-        groups.setdefault((gate.status, gate.cause, gate.source), []).append(gate)
-    for (status, cause, source), rows in groups.items():
+        groups.setdefault((gate.status, without_numbers(gate.cause), gate.source), []).append(gate)
+    for (status, _, source), rows in groups.items():
+        cause = rows[0].cause
         names = together([r.parameter for r in rows])
         block = f" (branch {rows[0].branch})" if rows[0].branch else ""
         where = f", at {source}" if source else ""
-        lines.append(f"- {names}{block}: {status}: {cause}{where}. Next: {_NEXT[status]}.")
+        more = f" ({len(rows)} in all)" if len(rows) > 3 else ""
+        lines.append(f"- {names}{more}{block}: {status}: {cause}{where}. Next: {_NEXT[status]}.")
     return "\n".join(lines)

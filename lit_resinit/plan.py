@@ -680,7 +680,7 @@ def format_plan(plan: ResidualPlan) -> str:
     for b in plan.branches:
         gates = ", ".join(f"{g.parameter}{'' if g.index is None else f'[{g.index}]'}" for g in b.gates) or "-"
         kinds = "+".join(g.kind for g in b.gates) or "-"
-        key = (re.sub(r"\d+", "#", b.name), b.skip, b.action, kinds, re.sub(r"\d+", "#", gates))
+        key = (without_numbers(b.name), b.skip, b.action, kinds, without_numbers(gates))
         rows.setdefault(key, []).append(b.name)
     header = ("branch", "count", "skip", "action", "gate kind", "gate")
     table = [header, *((together(n), str(len(n)), k[1], k[2], k[3], k[4]) for k, n in rows.items())]
@@ -690,6 +690,11 @@ def format_plan(plan: ResidualPlan) -> str:
     if plan.zero_layers:
         title += f"; zero layers outside: {', '.join(plan.zero_layers)}"
     return "\n".join([title, *lines])
+
+
+def without_numbers(text: str) -> str:
+    """A text with its numbers taken out, which groups equal findings of equal blocks."""
+    return re.sub(r"\d+", "#", text)
 
 
 def together(names: Sequence[str], shown: int = 3) -> str:

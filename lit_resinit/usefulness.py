@@ -35,9 +35,10 @@ def measure_usefulness(
     Example:
         >>> from lit_resinit import make_plan
         >>> layer, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(2, 3, 8)
-        >>> plan = make_plan(layer, x, scheme="observe")
-        >>> sorted(measure_usefulness(layer, plan, [x], lambda out: out.square().mean()))
-        ['linear2', 'self_attn']
+        >>> model = nn.TransformerEncoder(layer, num_layers=1)
+        >>> plan = make_plan(model, x, scheme="observe")
+        >>> sorted(measure_usefulness(model, plan, [x], lambda out: out.square().mean()))
+        ['layers.0.linear2', 'layers.0.self_attn']
     """
     kept = list(batches)
     parameters = {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}

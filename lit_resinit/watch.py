@@ -39,11 +39,11 @@ class Moments(torchmetrics.Metric):
         size: Number of streams.
 
     Example:
-        >>> moments = Moments(1)
-        >>> moments.update(torch.tensor([2.0]), torch.tensor([1.0]), torch.tensor([1.0]))
-        >>> moments.update(torch.tensor([2.0]), torch.tensor([3.0]), torch.tensor([1.0]))
+        >>> moments = Moments(2)
+        >>> moments.update(torch.tensor([2.0, 0.0]), torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.0]))
+        >>> moments.update(torch.tensor([2.0, 0.0]), torch.tensor([3.0, 0.0]), torch.tensor([1.0, 0.0]))
         >>> moments.compute()
-        tensor([2.])
+        tensor([2., nan])
 
     Reference:
         Chan, Golub and LeVeque (1983), Algorithms for Computing the Sample Variance.

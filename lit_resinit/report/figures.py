@@ -60,7 +60,7 @@ def activation_figure(history: History, title: str = "Residual blocks switching 
         axes.scatter(
             [s for s, _ in on], [d for _, d in on], s=4, color="white", label=f"ratio reached {history.on_ratio:g}"
         )
-        axes.legend(loc="lower right", fontsize="small")
+        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), fontsize="small", facecolor="0.6")
     axes.set(xlabel="optimizer step", ylabel="branch, first to last", title=title)
     figure.colorbar(mesh, label="Var(branch) / Var(stream)")
     return figure

@@ -23,7 +23,8 @@ def history_table(plan: ResidualPlan, history: History, rows: int = 40) -> Table
     """
     order = {name: str(i + 1) for i, name in enumerate(history.order())}
     on = history.switched_on()
-    table = Table(title=f"{len(order)} of {len(plan)} residual branches switched on")
+    newest = f" by step {int(history.steps[-1])}" if len(history) else ""
+    table = Table(title=f"{len(order)} of {len(plan)} residual branches switched on{newest}")
     for name in ("branch", "gate kind", "|g| now", "variance ratio", "on at step", "order"):
         table.add_column(name, justify="left" if name in ("branch", "gate kind") else "right")
     for position, branch in enumerate(plan.branches):
