@@ -7,6 +7,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import logging
 import os
 import random
 import sys
@@ -623,12 +624,22 @@ def _trace_fake(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     with FakeCopyMode(mode):
         twin = copy.deepcopy(model, memo)
     _train_like(twin)
-    with mode:
+    with mode, _quiet(logging.getLogger("torch._subclasses.fake_tensor")):
         args, kwargs = tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
         recorder = Recorder(twin, (args, kwargs), keep_storage=True, note_outputs=True)
         with recorder:
             run(twin, args, kwargs)
     return recorder.graph
+
+
+@contextlib.contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    """What fails on fake tensors is tried again with real ones, whose error is the one to show."""
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _trace_copy(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> Graph:
