@@ -207,7 +207,7 @@ class _Finder:
                 return
             earlier = self.found.get(current)
             if earlier is not None and earlier.root < lowest and not self._on_stream(lowest, earlier.root):
-                return
+                continue
             for source in self.nodes[current].inputs:
                 if source >= lowest and source not in seen:
                     seen.add(source)
@@ -218,7 +218,11 @@ class _Finder:
         return node == root or (known is not None and known.root == root)
 
     def _interior(self, link: _Link, end: int, inside: str | None = None) -> frozenset[int] | None:
-        """Nodes between a value and ``end`` that depend on it; None when ``end`` does not."""
+        """Nodes between a value and ``end`` that depend on it; None when ``end`` does not.
+
+        Where the value only enters another stream as its branch (a bias or mask that layers share, a skip output, a
+        second stream that reads this one), it is that stream's affair from there on.
+        """
         start, seen, stack = link.node, {end}, [end]
         while stack:
             for source in self.nodes[stack.pop()].inputs:
@@ -232,6 +236,9 @@ class _Finder:
                 sources: tuple[int, ...] = tuple(i for i in node.inputs if i != start)
             else:
                 sources = node.inputs
+            other = self.found.get(index)
+            if other is not None and other.skip != start and other.skip not in interior:
+                continue
             if any(i == start or i in interior for i in sources):
                 interior.add(index)
         return frozenset(interior) if end in interior else None
@@ -247,7 +254,6 @@ class _Finder:
     def _is_branch(self, start: int, end: int, interior: frozenset[int], block: str) -> bool:
         return (
             self._learns(start, interior)
-            and not self._enters_stream(start, interior)
             and not self._is_fused_kernel(start, end, interior)
             and not self._is_u_shaped(start, end, interior, block)
         )
@@ -265,14 +271,6 @@ class _Finder:
         if node.op == "mul":
             return any(self.nodes[i].op == "norm" for i in node.inputs)
         return node.op not in _SELECTIONS
-
-    def _enters_stream(self, start: int, interior: frozenset[int]) -> bool:
-        """Whether the supposed branch runs through a stream that began elsewhere (a bias or mask shared by layers)."""
-        for index in interior:
-            earlier = self.found.get(index)
-            if earlier is not None and earlier.skip != start and earlier.skip not in interior:
-                return True
-        return False
 
     def _is_blend(self, total: int, start: int) -> bool:
         """Whether the sum is only ever multiplied by something computed from the stream: a gated update, no stream."""
@@ -350,7 +348,7 @@ class _Finder:
             if link.node >= branch:
                 continue
             interior = self._interior(link, branch, inside=address.block)
-            if interior is None or not self._learns(link.node, interior) or self._enters_stream(link.node, interior):
+            if interior is None or not self._learns(link.node, interior):
                 continue
             layers, curved = _Depth(self, link.node, interior).of(branch)
             u_shaped = self._is_u_shaped(link.node, branch, interior, address.block)

@@ -160,9 +160,9 @@ class ResidualInit(Callback):
             raise ResInitError(
                 "closing the gates: expected the network and a batch when the callback is set up, found them only "
                 "after `setup` and `configure_model`, where the optimizer is built already and no scalar can be "
-                "inserted. Where only the data come late, pass `example_inputs`; where the network does, call `apply_(self.net, "
-                "make_plan(self.net, ...))` at the end of that `configure_model` (or `setup`), or use "
-                "scheme='last_layer'."
+                "inserted. Where only the data come late, pass `example_inputs`; where the "
+                "network does, call `apply_(self.net, make_plan(self.net, ...))` at the end of that "
+                "`configure_model` (or `setup`), or use scheme='last_layer'."
             )
         _check_copies(trainer, plan)
         if not (late and self._resumed):
