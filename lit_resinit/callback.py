@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lit_resinit.errors import (
     GateOptimizerError,
+    GradientError,
     IdentityError,
     NoBranchError,
     ResInitError,
@@ -291,8 +292,6 @@ class ResidualInit(Callback):
         report = self.gradient_report
         assert report is not None
         if self._agreed(trainer, not report.ok):
-            from lit_resinit.errors import GradientError
-
             self._act(self.gradient, GradientError(str(report), report))
 
     def _warn_about_sizes(self) -> None:

@@ -17,7 +17,6 @@ from lit_resinit.trace import Graph, Node, clean_name
 GateKind = Literal["norm", "scale", "layer", "inserted"]
 
 _PASS = ops.MOVES | {"view", "part", "scale"}
-_SOURCE_FIRST = frozenset(["slice_scatter", "select_scatter"])
 _TAIL_LIMIT = 10_000
 
 

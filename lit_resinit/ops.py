@@ -97,7 +97,6 @@ PARTIAL_VIEWS = frozenset(
 DOWNSAMPLES = frozenset(
     ["avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool2d_with_indices", "max_pool3d_with_indices", "pixel_unshuffle"]
 )
-POOLS = DOWNSAMPLES | {"_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d"}
 # Writes its source into a tensor; zero in, zero out as long as every source is zero.
 MERGES = frozenset(
     [
