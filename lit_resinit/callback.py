@@ -299,7 +299,8 @@ class ResidualInit(Callback):
         gates = self.gradient_report.gates.values()
         exploding = [g for g in gates if g.status == "exploding"]
         if exploding:
-            _warn(f"{together([g.parameter for g in exploding])}: {exploding[0].cause}, at {exploding[0].source}.")
+            where = f", at {exploding[0].source}" if exploding[0].source else ""
+            _warn(f"{together([g.parameter for g in exploding])}: {exploding[0].cause}{where}.")
         slow = [g for g in gates if g.status == "alive" and g.slope < SLOW]
         if slow:
             by = f", attenuated by {slow[0].attenuated_by}" if slow[0].attenuated_by else ""

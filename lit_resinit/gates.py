@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import math
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -113,7 +115,10 @@ class GateFinder:
         be zero in a branch that is judged as it is, not to close one.
         """
         self._any_slope = any_slope
-        return self._walk(addition.branch, addition)
+        tail = self._walk(addition.branch, addition)
+        for leaf in tail.leaves():
+            self._leave_out_double_zeros(leaf, tail.passed if leaf is not tail else [], addition.branch)
+        return tail
 
     def _walk(self, node: int, addition: Addition) -> Tail:
         tail = Tail()
@@ -130,6 +135,38 @@ class GateFinder:
                 return tail
             node = step
         return self._stop(tail, node, "the branch is too long")
+
+    def _leave_out_double_zeros(self, tail: Tail, after: Sequence[int], end: int) -> None:
+        """Take back a gate, and places for a scalar, that would make both factors of a product zero."""
+        place = {node: position for position, node in enumerate(tail.passed, start=1)}
+        ends = [len(tail.passed)] if tail.gates else []
+        blind = {
+            n: self._double_zero([*after, *tail.passed[:n]], end) for n in {*ends, *map(place.get, tail.insertable)}
+        }
+        tail.insertable = [i for i in tail.insertable if blind[place[i]] is None]
+        product = blind[ends[0]] if ends else None
+        if product is not None:
+            tail.gates = []
+            self._stop(tail, product, f"`{self.nodes[product].op}` multiplies two values that are zero together")
+
+    def _double_zero(self, zeros: Iterable[int], end: int) -> int | None:
+        """The first product up to ``end`` both factors of which are zero when these values are: neither has a slope."""
+        zero = defaultdict(bool, dict.fromkeys(zeros, True))
+        queue = sorted({r for node in zero for r in self.readers[node] if r <= end})
+        seen = set(queue)
+        while queue:
+            node = self.nodes[heapq.heappop(queue)]
+            if not zero[node.index] and not self._stays_zero(node, zero):
+                continue
+            zero[node.index] = True
+            factors = node.inputs[:2] if node.op in ops.PRODUCTS or node.op in ops.ATTENTION else ()
+            if factors and all(zero[i] and self.nodes[i].data for i in factors):
+                return node.index
+            fresh = [r for r in self.readers[node.index] if r <= end and r not in seen]
+            seen.update(fresh)
+            for reader in fresh:
+                heapq.heappush(queue, reader)
+        return None
 
     def _stop(self, tail: Tail, node: int, reason: str) -> Tail:
         tail.stopped_by, tail.reason = node, reason
@@ -386,9 +423,13 @@ class GateFinder:
                 return node.name
             stack += [i for i in node.inputs if self.nodes[i].learned]
 
-    def _stays_zero(self, node: Node, zero: list[bool]) -> bool:
+    def _stays_zero(self, node: Node, zero: Sequence[bool] | Mapping[int, bool]) -> bool:
         if node.op == "parameter":
             return self.is_closed(node.name, 0.0, None)
+        if node.op in ("_softmax", "_log_softmax", "_safe_softmax"):
+            return False
+        if node.op in ops.ATTENTION:
+            return zero[node.inputs[2]]
         moving = [i for i in node.inputs if self.nodes[i].data or self.nodes[i].learned]
         if not moving:
             return False
@@ -401,7 +442,7 @@ class GateFinder:
         if node.call >= 0 and self.graph.calls[node.call].inputs == node.inputs:
             probe = self._probe(node)
             return probe is None or probe[0] == 0.0
-        return node.op not in ("_softmax", "_log_softmax", "_safe_softmax")
+        return True
 
     def is_closed(self, name: str, value: float, index: int | None) -> bool:
         """Whether a parameter (or its element) has a value everywhere."""

@@ -23,6 +23,7 @@ from lit_resinit.trace import clean_name
 Status = Literal["alive", "asleep", "dead", "missing", "nonfinite", "exploding"]
 EXPLODING = 1e6  # times the median over gates
 SLOW = 1e-3  # slope below which a start is slow
+_SMALLEST = float(torch.finfo(torch.float32).tiny)  # below it a gradient has lost its digits and says nothing of size
 ALARMS: tuple[Status, ...] = ("nonfinite", "dead", "missing")
 
 
@@ -319,25 +320,28 @@ class _Judge:
         verdicts[origin.parameter] = dataclasses.replace(origin, cause=cause)
 
     def _mark_exploding(self, verdicts: dict[str, GateGradient]) -> None:
-        sizes = [v.size for v in verdicts.values() if v.status == "alive" and v.role != "bias" and v.size > 0]
+        judged = {n: v for n, v in verdicts.items() if v.status == "alive" and v.role != "bias"}
+        sizes = [v.size for v in judged.values() if v.size >= _SMALLEST]
         limit = EXPLODING * statistics.median_low(sizes) if len(sizes) > 1 else math.inf
-        for name, v in verdicts.items():
-            if v.status == "alive" and v.role != "bias" and (v.size > limit or v.slope > EXPLODING):
-                relative = f"{v.size * EXPLODING / limit:.1e} times the median over gates"
-                absolute = f"the error grows {v.slope:.1e} times within the branch"
-                where, source = self._steepest(v)
-                cause = (
-                    f"its gradient explodes, {relative if v.size > limit else absolute}{where}: a normalisation of a "
-                    "zero vector"
+        for name, v in judged.items():
+            if v.size > limit or v.slope > EXPLODING:
+                why, source = self._steepest(v)
+                size = (
+                    f"{v.size * EXPLODING / limit:.1e} times the median over gates"
+                    if v.size > limit
+                    else f"{v.size:.1e}"
                 )
+                cause = f"its gradient explodes ({size}): {why}"
                 verdicts[name] = dataclasses.replace(v, status="exploding", cause=cause, source=source)
 
     def _steepest(self, v: GateGradient) -> tuple[str, str]:
-        steps = self._steps(v.parameter, v.branch)
-        if not steps or self.flow is None:
-            return "", ""
-        call = self.flow.graph.calls[max(steps)[1]]
-        return f", from `{ops.base_name(call.func)}`", call.source
+        """What makes a gradient large: an operation on the way of the error, else what the gate multiplies."""
+        gain, call = max(self._steps(v.parameter, v.branch), default=(0.0, -1))
+        if self.flow is None or gain <= 1.0 / SLOW:
+            return "the gate multiplies large values, or the error that arrives is large", ""
+        op = ops.base_name(self.flow.graph.calls[call].func)
+        why = f"`{op}` makes the error {gain:.1e} times larger, as a normalisation of a zero vector does"
+        return why, self.flow.graph.calls[call].source
 
     # ---------------------------------------------------------------- slope
 

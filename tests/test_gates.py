@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from lit_resinit import Gate, apply_, check_identity, make_plan
+from lit_resinit.errors import GateError
 from lit_resinit.gates import holds
 
 X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -279,3 +280,103 @@ def test_a_norm_at_the_start_of_the_branch_is_never_closed() -> None:
     for scheme in ("auto", "insert", "last_layer"):
         plan = make_plan(PreNorm(), X, scheme=scheme)
         assert "norm.weight" not in {n for g in plan.gates for n in (g.parameter, *g.biases)}
+
+
+# -------------------------------------------------------------------- two factors that are zero together
+
+
+class FusedAttention(nn.Module):
+    """Queries, keys and values from one layer, and no layer after them."""
+
+    def __init__(self, fused: bool, bias: bool) -> None:
+        super().__init__()
+        self.fused, self.qkv = fused, nn.Linear(WIDTH, 3 * WIDTH, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(0, (1, 2, -1)).chunk(3, -1)
+        if self.fused:
+            return nn.functional.scaled_dot_product_attention(q, k, v).flatten(0, 2)
+        return ((q @ k.transpose(-1, -2)).softmax(-1) @ v).flatten(0, 2)
+
+
+class GatedUnit(nn.Module):
+    """Half of a layer's output times a function of the other half."""
+
+    def __init__(self, function: nn.Module) -> None:
+        super().__init__()
+        self.both, self.function = nn.Linear(WIDTH, 2 * WIDTH), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        value, gate = self.both(x).chunk(2, -1)
+        return value * self.function(gate)
+
+
+class TimesItself(nn.Module):
+    """``y * s(y)`` with ``s(0) = 0``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.squeeze = mlp(), nn.Linear(WIDTH, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.f(x).flip(0)
+        return y * self.squeeze(y)
+
+
+class Around(nn.Module):
+    def __init__(self, f: nn.Module) -> None:
+        super().__init__()
+        self.f = f
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.f(x)
+
+
+DOUBLE_ZEROS: dict[str, Callable[[], nn.Module]] = {
+    "attention": lambda: FusedAttention(False, False),
+    "attention with biases": lambda: FusedAttention(False, True),
+    "fused attention": lambda: FusedAttention(True, True),
+    "silu unit": lambda: GatedUnit(nn.SiLU()),
+    "relu unit": lambda: GatedUnit(nn.ReLU()),
+    "times itself": TimesItself,
+}
+
+
+@pytest.mark.parametrize("name", DOUBLE_ZEROS)
+def test_a_gate_that_makes_two_factors_of_a_product_zero_is_refused(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Around(DOUBLE_ZEROS[name]()) for _ in range(2)))
+    with pytest.raises(GateError, match=r"multiplies two values that are zero together \(at .*test_gates.py:\d+\)"):
+        make_plan(model, X, scheme="last_layer")
+    plan = make_plan(model, X)
+    assert [(b.action, b.gates[0].module) for b in plan.branches] == [("insert", "0.f"), ("insert", "1.f")]
+    apply_(model, plan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for _ in range(3):
+        optimizer.zero_grad()
+        (model(X) - X.roll(1, 0)).square().mean().backward()
+        optimizer.step()
+    rows = [(p != before[n]).flatten(1).any(1) for n, p in model.named_parameters() if p.dim() > 1]
+    assert all(r.float().mean() > 0.6 for r in rows), "every part of the layer learns, not one third of it"
+
+
+def test_a_unit_gated_by_a_sigmoid_may_close_at_its_layer() -> None:
+    model = nn.Sequential(Around(GatedUnit(nn.Sigmoid())))
+    assert [g.parameter for g in make_plan(model, X, scheme="last_layer").gates] == ["0.f.both.weight"]
+
+
+def test_softmax_of_zeros_is_not_zero() -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.score, self.out = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+            nn.init.zeros_(self.score.weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(x * self.score(x).softmax(-1))
+
+    model = nn.Sequential(Around(Pooled()))
+    plan = make_plan(model, X)
+    assert [b.action for b in plan.branches] == ["insert"]
+    assert plan.zero_layers == ("0.f.score.weight",)

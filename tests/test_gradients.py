@@ -259,6 +259,17 @@ def test_normalisation_of_a_zero_vector_explodes() -> None:
     assert report.ok, "an alarm is only what can never learn"
 
 
+def test_gradients_without_digits_do_not_make_the_others_explode() -> None:
+    """Gradients below the smallest normal number say nothing of size."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Scaled(value=0.0) for _ in range(4)))
+    plan = make_plan(model, X)
+    model(X).square().mean().backward()
+    for block in model[:3]:
+        block.scale.grad.fill_(1e-42)
+    assert {g.status for g in check_gradients(model, plan).gates.values()} == {"alive"}
+
+
 def test_rounding_noise_is_not_alive() -> None:
     class Cancels(nn.Module):
         def __init__(self) -> None:
