@@ -51,11 +51,12 @@ class Address:
 
 @dataclasses.dataclass(slots=True)
 class _Link:
-    """One step of the walk down a skip: a node, the factors passed so far and the part of it that was taken."""
+    """One step down a skip: a node, the factors passed so far, and which part of which value was taken."""
 
     node: int
     scales: tuple[int, ...] = ()
     region: tuple[object, ...] | None = None
+    whole: int = -1
     layers: int = 0
     norms: int = 0
 
@@ -72,23 +73,34 @@ class _Finder:
         self.found: dict[int, Addition] = {}
         self.counts: dict[tuple[str, str, str], int] = {}
         self.readers = graph.consumers()
+        self.lone_factors = False
 
     def run(self) -> list[Addition]:
         addresses = self._addresses()
-        for node in self.nodes:
-            if node.op != "add" or node.call < 0 or not self._same_shape(node):
-                continue
-            addition = self._residual(node, addresses[node.call])
-            if addition is not None:
-                self._link(addition)
-                self.found[node.index] = addition
-        self._drop_loss_terms()
+        sums = [n for n in self.nodes if self._may_be_residual(n)]
+        for node in sums:
+            self._note(self._residual(node, addresses[node.call]))
         self._drop_summands()
         self._drop_inner_scaled()
+        self._find_lone_factors(sums, addresses)
+        self._drop_loss_terms()
+        self.found = dict(sorted(self.found.items()))
         for addition in self.found.values():
-            if addition.previous is not None and addition.previous.node not in self.found:
-                self._link(addition)
+            self._link(addition)
         return list(self.found.values())
+
+    def _note(self, addition: Addition | None) -> None:
+        if addition is not None:
+            self._link(addition)
+            self.found[addition.node] = addition
+
+    def _find_lone_factors(self, sums: list[Node], addresses: list[Address]) -> None:
+        """``x + scale * pool(x)`` on the stream is a branch; inside another branch it is that branch's arithmetic."""
+        inside = set[int]().union(*(a.interior for a in self.found.values()))
+        self.lone_factors = True
+        for node in sums:
+            if node.index not in self.found and node.index not in inside:
+                self._note(self._residual(node, addresses[node.call]))
 
     def _addresses(self) -> list[Address]:
         addresses = []
@@ -99,17 +111,19 @@ class _Finder:
             addresses.append(Address(call.owner, call.line, op, count))
         return addresses
 
-    def _same_shape(self, node: Node) -> bool:
-        same = all(self.nodes[i].shape == node.shape for i in node.inputs)
-        return same and math.prod(node.shape) > 1 and node.inputs[0] != node.inputs[1]
+    def _may_be_residual(self, node: Node) -> bool:
+        if node.op != "add" or node.call < 0 or node.index not in self.graph.calls[node.call].outputs:
+            return False  # an inner part of an operation is nothing that the model could see
+        return math.prod(node.shape) > 1 and node.inputs[0] != node.inputs[1]
 
     def _residual(self, node: Node, address: Address) -> Addition | None:
         left, right = node.inputs
-        for skip, branch in ((left, right), (right, left)):
+        pairs = [(s, b) for s, b in ((left, right), (right, left)) if self.nodes[s].shape == node.shape]
+        for skip, branch in pairs:
             addition = self._identity(node, skip, branch, address)
             if addition is not None:
                 return addition
-        for skip, branch in ((left, right), (right, left)):
+        for skip, branch in pairs if len(pairs) == 2 else ():
             addition = self._projection(node, skip, branch, address)
             if addition is not None:
                 return addition
@@ -118,27 +132,27 @@ class _Finder:
     # ---------------------------------------------------------------- identity skip
 
     def _identity(self, node: Node, skip: int, branch: int, address: Address) -> Addition | None:
-        chain = self._stream_chain(skip)
-        for link in self._ancestors_among(chain, branch):
-            interior = self._interior(link, branch)
-            if interior is not None and self._is_branch(link.node, branch, interior, address.block):
-                if self._is_blend(node.index, link.node):
+        chain = [link for link in self._stream_chain(skip) if not self._is_negated(link)]
+        above = list(self._ancestors_among(chain, branch))
+        starts = [(link, link) for link in above] + [
+            (link, _Link(self.found[link.node].stream))
+            for link in chain
+            if link.node in self.found and link.region is None and link not in above
+        ]
+        for link, start in starts:
+            interior = self._interior(start, branch)
+            if interior is not None and self._is_branch(start.node, branch, interior, address.block):
+                if self._is_blend(node.index, start.node):
                     return None
                 return Addition(
                     node.index, skip, branch, link.node, False, link.scales, interior, address.block, address
                 )
-        for link in chain:
-            earlier = self.found.get(link.node)
-            if earlier is not None and link.region is None and earlier.stream < branch:
-                start = _Link(earlier.stream)
-                interior = self._interior(start, branch)
-                if interior is not None and self._is_branch(start.node, branch, interior, address.block):
-                    if self._is_blend(node.index, start.node):
-                        return None
-                    return Addition(
-                        node.index, skip, branch, link.node, False, link.scales, interior, address.block, address
-                    )
         return None
+
+    def _is_negated(self, link: _Link) -> bool:
+        """A value that is subtracted from something is no stream that goes on."""
+        numbers = (self.nodes[i].number for i in link.scales)
+        return math.prod(n for n in numbers if n is not None) < 0
 
     def _stream_chain(self, start: int) -> list[_Link]:
         """The values a summand shows, from itself back through views, padding, pooling and factors."""
@@ -159,12 +173,12 @@ class _Finder:
             return None
         if node.op in _STREAM_OPS and node.inputs:
             scales = (*link.scales, node.index) if node.op == "scale" else link.scales
-            region = node.region if node.op == "part" else link.region
-            return _Link(node.inputs[0], scales, region)
+            region, whole = (node.region, node.inputs[0]) if node.op == "part" else (link.region, link.whole)
+            return _Link(node.inputs[0], scales, region, whole)
         if node.op == "mul":
             factor = self._factor(node)
             if factor is not None:
-                return _Link(factor[0], (*link.scales, node.index), link.region)
+                return _Link(factor[0], (*link.scales, node.index), link.region, link.whole)
         return None
 
     def _through_concatenation(self, link: _Link, node: Node) -> _Link | None:
@@ -173,7 +187,7 @@ class _Finder:
         if not parts:
             return None
         if len(parts) == 1:
-            return _Link(parts[0], link.scales, link.region)
+            return _Link(parts[0], link.scales, link.region, link.whole)
         chains = [[step.node for step in self._stream_chain(part)] for part in parts]
         shared = set(chains[0]).intersection(*chains[1:])
         return _Link(max(shared), link.scales, None) if shared else None
@@ -233,7 +247,7 @@ class _Finder:
         for index in sorted(seen):
             node = self.nodes[index]
             if link.region is not None and node.op == "part" and node.region != link.region:
-                sources: tuple[int, ...] = tuple(i for i in node.inputs if i != start)
+                sources: tuple[int, ...] = tuple(i for i in node.inputs if i != link.whole)
             else:
                 sources = node.inputs
             other = self.found.get(index)
@@ -259,7 +273,7 @@ class _Finder:
         )
 
     def _learns(self, start: int, interior: frozenset[int]) -> bool:
-        """Whether a learned layer or norm lies between; a lone factor or bias is arithmetic, not a branch."""
+        """Whether a learned layer or norm lies between (or a factor, where these count); a lone bias is arithmetic."""
         return any(
             self.nodes[i].learned and not self.nodes[i].data and i != start and i not in interior
             for index in interior
@@ -269,7 +283,7 @@ class _Finder:
 
     def _is_learned_step(self, node: Node) -> bool:
         if node.op == "mul":
-            return any(self.nodes[i].op == "norm" for i in node.inputs)
+            return self.lone_factors or any(self.nodes[i].op == "norm" for i in node.inputs)
         return node.op not in _SELECTIONS
 
     def _is_blend(self, total: int, start: int) -> bool:
@@ -291,9 +305,10 @@ class _Finder:
         return all(self._interior(_Link(start), i) and not self._interior(_Link(total), i) for i in factors)
 
     def _is_fused_kernel(self, start: int, end: int, interior: frozenset[int]) -> bool:
-        """Parallel linear paths of one input that could be one kernel: ``conv3(x) + conv1(x) + x``."""
+        """Parallel linear paths that could be one kernel: ``conv3(x) + conv1(x) + x``, or ``pool(x) + conv(x)``."""
         summands = self._summands(end)
-        return len(summands) > 1 and all(
+        pooled = math.prod(self.nodes[start].shape) > math.prod(self.nodes[end].shape)
+        return (len(summands) > 1 or pooled) and all(
             _Depth(self, start, interior).of(s) == (1, False) for s in summands if s in interior
         )
 
@@ -367,18 +382,19 @@ class _Finder:
             node = self.nodes[link.node]
             step: _Link | None = None
             if node.op == "norm":
-                step = _Link(node.inputs[0], link.scales, None, link.layers, link.norms + 1)
+                step = _Link(node.inputs[0], link.scales, layers=link.layers, norms=link.norms + 1)
             elif node.op in ("conv", "mm") and link.layers == 0:
                 factor = self._factor(node)
                 if factor is not None and self.nodes[factor[1]].learned:
-                    step = _Link(factor[0], link.scales, None, 1, link.norms)
+                    step = _Link(factor[0], link.scales, layers=1, norms=link.norms)
             elif node.op in ("mul", "add"):
                 factor = self._factor(node)
                 if factor is not None:
-                    step = _Link(factor[0], link.scales, None, link.layers, link.norms)
+                    step = _Link(factor[0], link.scales, layers=link.layers, norms=link.norms)
             elif node.op != "part" and node.op in _STREAM_OPS:
                 passed = self._stream_step(link)
-                step = None if passed is None else _Link(passed.node, passed.scales, None, link.layers, link.norms)
+                if passed is not None:
+                    step = _Link(passed.node, passed.scales, layers=link.layers, norms=link.norms)
             if step is None:
                 return chain
             chain.append(step)

@@ -19,6 +19,7 @@ from lit_resinit.plan import CONSTANT_SCHEMES, Branch, ResidualPlan, as_argument
 from lit_resinit.trace import Call, Recorder, clean_name, keep_rng, keep_state, measuring
 
 Cause = Literal["unzeroed scale", "bias after scale", "ungated branch", "nonfinite branch", "stream changed"]
+NOT_RUN = "this forward did not run the branch; judged by its parameters"
 GROWTH = (0.5, math.e)  # Var(out)/Var(in) of a stream under a constant scale: (1 + 1/L)^L stays below e
 
 
@@ -202,10 +203,9 @@ class IdentityProbe(Recorder):
 
         cause, culprit = self._blame(branch)
         if measured is None:
-            note = "this forward did not run the branch; judged by its parameters"
             if cause is None and branch.gates:
-                return row("closed", note=note)
-            return row("open", cause=cause or "ungated branch", culprit=culprit or branch.name, note=note)
+                return row("closed", note=NOT_RUN)
+            return row("open", cause=cause or "ungated branch", culprit=culprit or branch.name, note=NOT_RUN)
         changed = self._changed_stream(branch)
         if changed is not None:
             return row("open", cause="stream changed", culprit=changed)
@@ -269,13 +269,23 @@ def _stacks(plan: ResidualPlan) -> tuple[dict[str, str], dict[str, str], dict[st
 
 
 def _gap(out: Tensor, start: Tensor) -> Tensor:
-    lowest, highest = torch.aminmax(out.float() - start.float())
+    """Largest absolute difference, exactly zero only where two tensors are equal."""
+    lowest, highest = torch.aminmax(_wide(out) - _wide(start))
     return torch.maximum(-lowest, highest)
 
 
+def _wide(tensor: Tensor) -> Tensor:
+    """Real values in float32, or in float64 where they are that already."""
+    values = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    return values if values.dtype is torch.float64 else values.float()
+
+
 def mean_and_variance(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and population variance over all elements, float32, in two passes (ten times faster than ``var_mean``)."""
-    wide = tensor.detach().float()
+    """Mean and population variance over all elements in two passes (ten times faster than ``var_mean``).
+
+    In float32, or in float64 where the values are; the real and the imaginary part of a complex value are two elements.
+    """
+    wide = _wide(tensor)
     mean = wide.mean()
     return mean, torch.linalg.vector_norm(wide - mean).square() / max(1, wide.numel())
 
@@ -286,11 +296,13 @@ def peak_of(tensor: Tensor) -> Tensor | None:
         if tensor.numel() == 0 or tensor.is_meta:
             return None
         values = tensor.detach()
-        if values.dtype.is_floating_point:
-            lowest, highest = torch.aminmax(values)  # ten times faster than a maximum norm, and NaN goes through
-            return torch.maximum(-lowest, highest).float()
-        return values.any().float() if values.dtype == torch.bool else values.abs().amax().float()
-    except (RuntimeError, NotImplementedError):  # complex, sparse and quantised tensors
+        if values.dtype == torch.bool:
+            return values.any().float()
+        if not values.dtype.is_floating_point:
+            values = _wide(values)
+        lowest, highest = torch.aminmax(values)  # ten times faster than a maximum norm, and NaN goes through
+        return torch.maximum(-lowest, highest)
+    except (RuntimeError, NotImplementedError):  # sparse and quantised tensors
         return None
 
 
@@ -299,8 +311,9 @@ def to_host(scalars: list[Tensor]) -> list[float]:
     if not scalars:
         return []
     device = scalars[0].device
+    dtype = torch.float64 if any(s.dtype is torch.float64 for s in scalars) else torch.float32
     with measuring():
-        return torch.stack([s.detach().float().to(device) for s in scalars]).tolist()
+        return torch.stack([s.detach().to(device, dtype) for s in scalars]).tolist()
 
 
 def check_identity(
@@ -365,7 +378,9 @@ def describe(report: IdentityReport) -> str:
         return _describe_growth(report)
     open_ = [b for b in report.branches if b.status == "open"]
     if not open_:
-        return f"checked {len(report.branches)} branches: each contributes exactly nothing."
+        unseen = sum(b.note == NOT_RUN for b in report.branches)
+        more = f"; {unseen} of them did not run in this forward and were judged by their parameters" if unseen else ""
+        return f"checked {len(report.branches)} branches: each contributes exactly nothing{more}."
     groups: dict[tuple[str, str], list[BranchIdentity]] = {}
     for b in open_:
         key = (b.cause or "", b.culprit or "") if b.cause == "nonfinite branch" else (b.cause or "", _ending(b.culprit))

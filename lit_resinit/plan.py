@@ -453,7 +453,6 @@ class _Planner:
                 return "insert", whole_gate, tail
         gates: list[Gate] = []
         kinds: set[Action] = set()
-        whole = [g for leaf in tail.leaves() for g in leaf.gates if g.kind == "layer"] or not tail.closable
         for leaf in tail.leaves():
             if leaf.gates and self.finder.is_zero(leaf.passed[0]):
                 gates += leaf.gates  # a summand that arrives closed: a second zero would kill it
@@ -463,7 +462,7 @@ class _Planner:
             gates += trailing or inserted or leaf.gates
             kinds.add("zero" if trailing else "insert" if inserted else "last_layer")
             if not (trailing or inserted or leaf.gates):
-                return "insert", self._inserted(tail) if whole else [], tail
+                return "insert", self._inserted(tail), tail
         return next(a for a in ("insert", "last_layer", "zero") if a in kinds), gates, tail
 
     def _in_series(self, tail: Tail) -> bool:
@@ -678,9 +677,9 @@ def format_plan(plan: ResidualPlan) -> str:
     """The plan as a table; equal branches are one row."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for b in plan.branches:
-        gates = ", ".join(f"{g.parameter}{'' if g.index is None else f'[{g.index}]'}" for g in b.gates) or "-"
-        kinds = "+".join(g.kind for g in b.gates) or "-"
-        key = (without_numbers(b.name), b.skip, b.action, kinds, without_numbers(gates))
+        gates = ", ".join(_shown(g, b) for g in b.gates) or "-"
+        kinds = "-" if b.action == "sqrt_depth" else "+".join(g.kind for g in b.gates) or "-"
+        key = (without_numbers(b.name), b.skip, b.action, kinds, gates)
         rows.setdefault(key, []).append(b.name)
     header = ("branch", "count", "skip", "action", "gate kind", "gate")
     table = [header, *((together(n), str(len(n)), k[1], k[2], k[3], k[4]) for k, n in rows.items())]
@@ -690,6 +689,13 @@ def format_plan(plan: ResidualPlan) -> str:
     if plan.zero_layers:
         title += f"; zero layers outside: {', '.join(plan.zero_layers)}"
     return "\n".join([title, *lines])
+
+
+def _shown(gate: Gate, branch: Branch) -> str:
+    if branch.action == "sqrt_depth":
+        return f"{without_numbers(gate.module)} times 1/sqrt({branch.length})"
+    name = without_numbers(gate.parameter if gate.index is None else f"{gate.parameter}[{gate.index}]")
+    return f"{name} times 1/sqrt({branch.length})" if branch.action == "downscale" else name
 
 
 def without_numbers(text: str) -> str:

@@ -550,6 +550,29 @@ class _Spelling:
             whole = False
         return self._add("clone", (source,), shape) if whole else self._add("copy_into", (target, source), shape)
 
+    def _accumulated(self, name: str, shape: tuple[int, ...]) -> int | None:
+        """Values added at some places of a tensor of data: the addition of a tensor that is zero elsewhere."""
+        target, source = self._node("self"), self._node(name)
+        if target is None or source is None or not self._recorder.graph.nodes[target].data:
+            return None
+        placed = self._add("scatter", (source,), shape)
+        return self._sum(target, self._scaled(placed, self._arguments.get("alpha", 1), shape), shape)
+
+    def _spell_index_add(self, shape: tuple[int, ...]) -> int | None:
+        return self._accumulated("source", shape)
+
+    def _spell_scatter_add(self, shape: tuple[int, ...]) -> int | None:
+        return self._accumulated("src", shape)
+
+    def _spell_scatter_reduce(self, shape: tuple[int, ...]) -> int | None:
+        adds = self._arguments.get("reduce") == "sum" and self._arguments.get("include_self", True)
+        return self._accumulated("src", shape) if adds else None
+
+    def _spell_index_put(self, shape: tuple[int, ...]) -> int | None:
+        return self._accumulated("values", shape) if self._arguments.get("accumulate") else None
+
+    _spell__index_put_impl = _spell_index_put
+
 
 # -------------------------------------------------------------------- running the forward
 

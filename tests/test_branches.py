@@ -22,6 +22,7 @@ from networks import (
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lit_resinit import apply_, check_identity, observe
 from lit_resinit.branches import find_additions
 from lit_resinit.plan import ResidualPlan, make_plan
 from lit_resinit.trace import trace
@@ -141,6 +142,58 @@ class Widening(nn.Module):
         return skip + self.conv2(functional.relu(self.bn(self.conv1(x))))
 
 
+class OnSomeRows(nn.Module):
+    """Adds a branch of some rows to those rows of the stream, written in one of the ways there are."""
+
+    def __init__(self, add: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.f, self.add = mlp(), add
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.arange(0, len(x), 2)
+        return self.add(x, rows, self.f(x[rows]))
+
+
+def _assigned(x: Tensor, rows: Tensor, y: Tensor) -> Tensor:
+    x = x.clone()
+    x[rows] = x[rows] + y
+    return x
+
+
+ON_SOME_ROWS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "index_add": lambda x, rows, y: x.index_add(0, rows, y),
+    "index_add_in_place": lambda x, rows, y: x.clone().index_add_(0, rows, y, alpha=0.5),
+    "scatter_add": lambda x, rows, y: x.scatter_add(0, rows[:, None].expand_as(y), y),
+    "scatter_reduce": lambda x, rows, y: x.scatter_reduce(0, rows[:, None].expand_as(y), y, "sum"),
+    "index_put": lambda x, rows, y: x.index_put((rows,), y, accumulate=True),
+    "assigned": _assigned,
+}
+
+
+@pytest.mark.parametrize("name", ON_SOME_ROWS)
+def test_a_branch_of_some_rows_is_closed_and_alive(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = stack(lambda: OnSomeRows(ON_SOME_ROWS[name])), torch.randn(VECTOR)
+    plan = make_plan(model, x)
+    assert [b.gates[0].module for b in plan.branches] == ["0.f", "1.f"]
+    apply_(model, plan)
+    assert check_identity(model, plan, x).ok
+    with observe(model, plan, x) as seen:
+        model(x).square().mean().backward()
+    assert {g.status for g in seen.gradients.gates.values()} == {"alive"}
+
+
+class Context(nn.Module):
+    """One value for the whole batch, added to every row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.f(x.mean(0))
+
+
 COUNTED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "pre_norm": (lambda: stack(PreNorm), VECTOR, 2),
     "post_norm": (lambda: stack(PostNorm), VECTOR, 2),
@@ -153,6 +206,7 @@ COUNTED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "subtracted": (lambda: stack(Subtracted), VECTOR, 2),
     "addcmul": (lambda: stack(Fused), VECTOR, 2),
     "addmm": (lambda: stack(Functional), VECTOR, 2),
+    "broadcast": (lambda: stack(Context), VECTOR, 2),
     "layer_scale": (lambda: stack(lambda: Scaled(size=WIDTH)), VECTOR, 2),
     "parallel_summands": (Parallel, TOKENS, 1),
     "chained_summands": (Chained, TOKENS, 2),

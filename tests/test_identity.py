@@ -134,6 +134,29 @@ def test_branch_that_is_not_run_is_judged_by_its_parameters() -> None:
     nn.init.ones_(model[1].scale)
     first, second = check_identity(model, plan, X).branches
     assert (first.status, second.status, second.culprit) == ("closed", "open", "1.scale")
+    nn.init.zeros_(model[1].scale)
+    assert "2 of them did not run" in str(check_identity(model, plan, X))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.complex128])
+def test_wide_and_complex_streams_are_compared_in_their_own_precision(dtype: torch.dtype) -> None:
+    model = nn.Sequential(*zeros(depth=2)[:2])
+    for block in model:
+        block.f = nn.Linear(WIDTH, WIDTH, dtype=dtype)  # complex numbers have no GELU
+        block.scale = nn.Parameter(torch.zeros((), dtype=dtype))
+    x = X.to(dtype)
+    plan = make_plan(model, x, scheme="observe")
+    assert check_identity(model, plan, x).ok
+    nn.init.constant_(model[0].scale, 1e-12 if dtype in (torch.float64, torch.complex128) else 1e-4)
+    first, second = check_identity(model, plan, x).branches
+    assert (first.status, first.cause, second.status) == ("open", "unzeroed scale", "closed")
+    assert first.deviation > 0
+
+
+def test_growth_of_a_float64_stream_may_pass_the_range_of_float32() -> None:
+    model = zeros(depth=2).double()
+    (stream,) = judged(model, X.double() * 1e30).stacks
+    assert stream.growth == 1.0
 
 
 # -------------------------------------------------------------------- stacks

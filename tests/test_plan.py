@@ -66,6 +66,13 @@ def test_constant_schemes_have_no_gates_to_judge() -> None:
     assert make_plan(stack(Plain), X, scheme="downscale").gates == ()
 
 
+def test_table_of_a_constant_scheme_names_what_is_multiplied_and_by_what() -> None:
+    shown = str(make_plan(stack(Plain, 3), X, scheme="sqrt_depth"))
+    assert "#.f times 1/sqrt(3)" in shown
+    assert "residual_gate" not in shown
+    assert "#.f.2.weight times 1/sqrt(3)" in str(make_plan(stack(Plain, 3), X, scheme="downscale"))
+
+
 def test_length_counts_the_branches_of_one_stream() -> None:
     assert [b.length for b in make_plan(stack(Plain, 5), X).branches] == [5] * 5
 
