@@ -413,6 +413,96 @@ def test_other_sums_are_no_branches(name: str) -> None:
     assert additions(build(), *shape) == []
 
 
+class AfterBlock(nn.Module):
+    """Two residual blocks with other sums between them; what is asked of each is in ``inner``."""
+
+    def __init__(self, inner: nn.Module, channels: int = 4) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = PreActivation(channels), inner, PreActivation(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(self.first(x)))
+
+
+class Lerp(nn.Module):
+    """One residual addition, written as an interpolation with a learned weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.alpha = nn.Conv2d(4, 4, 3, 1, 1), nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.lerp(x, self.f(x), self.alpha.sigmoid())
+
+
+class PoolMixer(nn.Module):
+    """``x + scale * (pool(x) - x)``: one branch with a scale, whatever lies before it on the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool, self.scale = nn.AvgPool2d(3, 1, 1), nn.Parameter(torch.full((4, 1, 1), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * (self.pool(x) - x)
+
+
+class Kernels(ParallelKernels):
+    """Parallel kernels with a bare identity, right after a residual addition."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn3(self.bn1(self.wide(x)) + self.small(x) + x)
+
+
+class PooledQuery(nn.Module):
+    """``conv(x) + pool(x)`` is one linear kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.local, self.pool, self.out = nn.Conv2d(4, 4, 3, 2, 1), nn.AvgPool2d(2), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.local(x) + self.pool(x))
+
+
+class Cascade(nn.Module):
+    """Every head's output is added to the next head's channels, cut from a copy of the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Sequential(nn.Conv2d(2, 2, 3, 1, 1), nn.GELU(), nn.Conv2d(2, 2, 1)) for _ in "ab")
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2).chunk(2, 1)
+        first = self.heads[0](first)
+        return torch.cat([first, self.heads[1](first + second)], 1)
+
+
+class ResponseNorm(nn.Module):
+    """Global response normalisation inside a branch: ``x + scale * (x * n(x))`` there is arithmetic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.scale = nn.Conv2d(4, 8, 1), nn.Conv2d(8, 4, 1), nn.Parameter(torch.ones(8, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.gelu(self.a(x))
+        y = y + self.scale * (y * y.norm(dim=(2, 3), keepdim=True))
+        return x + self.b(y)
+
+
+@pytest.mark.parametrize(
+    ("build", "count"), [(Lerp, 1), (PoolMixer, 1), (Kernels, 0), (PooledQuery, 0), (Cascade, 0), (ResponseNorm, 1)]
+)
+def test_sums_between_two_blocks(build: Callable[[], nn.Module], count: int) -> None:
+    found = additions(AfterBlock(build()), *IMAGE)
+    assert [a.block for a in found] == ["first", *["inner"] * count, "last"]
+
+
+def test_a_scale_after_pooling_is_the_gate() -> None:
+    model = AfterBlock(PoolMixer())
+    assert make_plan(model, torch.randn(IMAGE)).branches[1].gates[0].parameter == "inner.scale"
+
+
 class WaveNet(nn.Module):
     """Residual layers whose second outputs are summed up separately."""
 
