@@ -154,13 +154,13 @@ def measure(entry: dict[str, Any], *, quick: bool = False) -> Row:
     return row
 
 
-def build(entry: dict[str, Any]) -> Subject:
+def build(entry: dict[str, Any], seed: int = 0) -> Subject:
     """The model, with every second module in eval mode, and its inputs."""
     names: dict[str, Any] = {}
     exec(entry["imports"], names)
-    torch.manual_seed(0)
+    torch.manual_seed(2 * seed)
     model = eval(entry["build"], names)
-    torch.manual_seed(1)
+    torch.manual_seed(2 * seed + 1)
     args, kwargs = eval(entry["inputs"], names), eval(entry.get("kwargs", "{}"), names)
     for position, module in enumerate(model.modules()):
         module.training = position % 2 == 0
