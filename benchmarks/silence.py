@@ -66,7 +66,8 @@ class Row:
 
     def __str__(self) -> str:
         words = self.failed or "; ".join(self.alarms) or "silent"
-        return f"{self.id:34}seed {self.seed}  {self.gates:4} judged  {self.asleep:4} slept  {self.seconds:6.1f} s  {words}"
+        counts = f"{self.gates:4} judged  {self.asleep:4} slept"
+        return f"{self.id:34}seed {self.seed}  {counts}  {self.seconds:6.1f} s  {words}"
 
 
 def measure(entry: dict[str, Any], seed: int, steps: int) -> Row:

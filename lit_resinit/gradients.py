@@ -17,7 +17,7 @@ from lit_resinit.errors import GradientError
 from lit_resinit.flow import Flow, GradientProbe, Reason
 from lit_resinit.gates import holds
 from lit_resinit.identity import IdentityReport, peak_of, to_host
-from lit_resinit.plan import ResidualPlan, together, without_numbers
+from lit_resinit.plan import ResidualPlan, in_columns, together, without_numbers
 from lit_resinit.trace import clean_name
 
 Status = Literal["alive", "asleep", "dead", "missing", "nonfinite", "exploding"]
@@ -80,6 +80,22 @@ class GradientReport:
 
     def __str__(self) -> str:
         return describe(self)
+
+    def table(self) -> str:
+        """Every verdict, one line each: status, gradient, slope, and what it waits for or what is wrong."""
+        header = ("parameter", "role", "status", "max |gradient|", "slope", "why")
+        rows = [
+            (
+                g.parameter,
+                g.role,
+                g.status,
+                "-" if math.isnan(g.size) else f"{g.size:.3g}",
+                "-" if math.isnan(g.slope) else f"{g.slope:.3g}",
+                f"{g.cause}{f', at {g.source}' if g.source else ''}" or "-",
+            )
+            for g in self.gates.values()
+        ]
+        return in_columns([header, *rows])
 
     def raise_if_dead(self) -> None:
         """Raise when a gate is dead, missing or nonfinite.

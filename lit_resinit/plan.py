@@ -675,27 +675,39 @@ def _matches(argument: str, names: list[str], patterns: str | Sequence[str]) -> 
 
 def format_plan(plan: ResidualPlan) -> str:
     """The plan as a table; equal branches are one row."""
-    rows: dict[tuple[str, ...], list[str]] = {}
+    groups: dict[tuple[str, ...], list[Branch]] = {}
     for b in plan.branches:
-        gates = ", ".join(_shown(g, b) for g in b.gates) or "-"
         kinds = "-" if b.action == "sqrt_depth" else "+".join(g.kind for g in b.gates) or "-"
-        key = (without_numbers(b.name), b.skip, b.action, kinds, gates)
-        rows.setdefault(key, []).append(b.name)
-    header = ("branch", "count", "skip", "action", "gate kind", "gate")
-    table = [header, *((together(n), str(len(n)), k[1], k[2], k[3], k[4]) for k, n in rows.items())]
-    widths = [max(len(row[i]) for row in table) for i in range(len(header))]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
+        key = (b.skip, b.action, kinds, without_numbers(f"{b.name} {_gates_of(b)}"))
+        groups.setdefault(key, []).append(b)
+    table: list[tuple[str, ...]] = [("branch", "count", "skip", "action", "gate kind", "gate")]
+    for (skip, action, kinds, _), branches in groups.items():
+        names, gates = [b.name for b in branches], [_gates_of(b) for b in branches]
+        table.append((together(names), str(len(names)), skip, action, kinds, _pattern(gates)))
     title = f"{len(plan)} residual branches, scheme {plan.scheme}"
     if plan.zero_layers:
         title += f"; zero layers outside: {', '.join(plan.zero_layers)}"
-    return "\n".join([title, *lines])
+    return f"{title}\n{in_columns(table)}"
 
 
-def _shown(gate: Gate, branch: Branch) -> str:
+def in_columns(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as lines of aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def _gates_of(branch: Branch) -> str:
+    shown = [g.parameter if g.index is None else f"{g.parameter}[{g.index}]" for g in branch.gates]
     if branch.action == "sqrt_depth":
-        return f"{without_numbers(gate.module)} times 1/sqrt({branch.length})"
-    name = without_numbers(gate.parameter if gate.index is None else f"{gate.parameter}[{gate.index}]")
-    return f"{name} times 1/sqrt({branch.length})" if branch.action == "downscale" else name
+        shown = [g.module for g in branch.gates]
+    factor = f" times 1/sqrt({branch.length})" if branch.action in CONSTANT_SCHEMES else ""
+    return ", ".join(f"{name}{factor}" for name in shown) or "-"
+
+
+def _pattern(texts: Sequence[str]) -> str:
+    """Texts that differ in numbers only as one, with ``#`` for the numbers that differ."""
+    pieces = zip(*(re.split(r"(\d+)", text) for text in texts), strict=True)
+    return "".join(piece[0] if len(set(piece)) == 1 else "#" for piece in pieces)
 
 
 def without_numbers(text: str) -> str:

@@ -259,6 +259,16 @@ def test_normalisation_of_a_zero_vector_explodes() -> None:
     assert report.ok, "an alarm is only what can never learn"
 
 
+def test_table_shows_every_verdict_on_its_line() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Scaled(value=0.0), Normalised(), nn.Linear(WIDTH, 2))
+    header, *rows = judged(model).table().splitlines()
+    assert header.split()[:3] == ["parameter", "role", "status"]
+    assert [row.split()[0] for row in rows] == ["0.scale", "1.f.2.weight", "1.f.2.bias"]
+    assert [row.split()[2] for row in rows] == ["alive", "exploding", "alive"]
+    assert line_of("exploding") in rows[1]
+
+
 def test_gradients_without_digits_do_not_make_the_others_explode() -> None:
     """Gradients below the smallest normal number say nothing of size."""
     torch.manual_seed(0)

@@ -126,7 +126,7 @@ def test_text_of_two_hundred_equal_blocks_is_short() -> None:
 
 def test_text_names_action_kind_and_gate() -> None:
     text = str(make_plan(nn.Sequential(Scaled(), NormLast()), X))
-    for word in ("zero", "scale", "norm", "0.scale".replace("0", "#", 1), "identity"):
+    for word in ("zero", "scale", "norm", "0.scale", "identity"):
         assert word in text
 
 
