@@ -25,12 +25,13 @@ from lit_resinit.errors import (
 from lit_resinit.gradients import SLOW, GradientReport, Observation, Waking, gradient_sizes
 from lit_resinit.identity import IdentityReport
 from lit_resinit.inputs import first_batch, training_step
-from lit_resinit.plan import ResidualPlan, Scheme, as_arguments, check_arguments, check_patterns, plan_forward, together
+from lit_resinit.plan import ResidualPlan, Scheme, as_arguments, check_arguments, check_patterns, plan_forward
 from lit_resinit.report.tables import history_table
 from lit_resinit.schemes import applied_plan, apply_
 from lit_resinit.trace import Run, call_model, clean_name
 from lit_resinit.usefulness import measure_usefulness
 from lit_resinit.watch import History, Moments, Watcher, gate_statistics, metrics, to_record
+from lit_resinit.words import together
 
 try:
     from lightning.pytorch import Callback

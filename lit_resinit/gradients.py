@@ -17,8 +17,9 @@ from lit_resinit.errors import GradientError
 from lit_resinit.flow import Flow, GradientProbe, Reason
 from lit_resinit.gates import holds
 from lit_resinit.identity import IdentityReport, peak_of, to_host
-from lit_resinit.plan import ResidualPlan, in_columns, together, without_numbers
+from lit_resinit.plan import ResidualPlan
 from lit_resinit.trace import clean_name
+from lit_resinit.words import in_columns, together, without_numbers
 
 Status = Literal["alive", "asleep", "dead", "missing", "nonfinite", "exploding"]
 EXPLODING = 1e6  # times the median over gates

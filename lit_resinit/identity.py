@@ -15,8 +15,9 @@ from lit_resinit import ops
 from lit_resinit.branches import Address
 from lit_resinit.errors import IdentityError
 from lit_resinit.gates import Gate, holds
-from lit_resinit.plan import CONSTANT_SCHEMES, Branch, ResidualPlan, as_arguments, together
+from lit_resinit.plan import CONSTANT_SCHEMES, Branch, ResidualPlan, as_arguments
 from lit_resinit.trace import Call, Recorder, clean_name, keep_rng, keep_state, measuring
+from lit_resinit.words import together, without_numbers
 
 Cause = Literal["unzeroed scale", "bias after scale", "ungated branch", "nonfinite branch", "stream changed"]
 NOT_RUN = "this forward did not run the branch; judged by its parameters"
@@ -383,7 +384,11 @@ def describe(report: IdentityReport) -> str:
         return f"checked {len(report.branches)} branches: each contributes exactly nothing{more}."
     groups: dict[tuple[str, str], list[BranchIdentity]] = {}
     for b in open_:
-        key = (b.cause or "", b.culprit or "") if b.cause == "nonfinite branch" else (b.cause or "", _ending(b.culprit))
+        key = (
+            (b.cause or "", b.culprit or "")
+            if b.cause == "nonfinite branch"
+            else (b.cause or "", without_numbers(b.culprit or ""))
+        )
         groups.setdefault(key, []).append(b)
     lines = [
         f"compared {len(report.branches)} residual additions with their skip; expected each branch to "
@@ -391,7 +396,7 @@ def describe(report: IdentityReport) -> str:
     ]
     for (cause, _), rows in groups.items():
         first = next((r for r in rows if (r.culprit or "").startswith(r.name)), rows[0])
-        total = sum(_ending(b.name) == _ending(first.name) for b in report.branches)
+        total = sum(without_numbers(b.name) == without_numbers(first.name) for b in report.branches)
         names = first.name if len(rows) == 1 else f"{together([r.name for r in rows])} ({len(rows)} of {total} such)"
         if cause == "nonfinite branch":
             names = first.name if len(rows) == 1 else f"{first.name} and what comes after it ({len(rows)} in all)"
@@ -406,8 +411,3 @@ def _describe_growth(report: IdentityReport) -> str:
     lines = [f"Var(out)/Var(in) of each stream; expected between {GROWTH[0]} and {GROWTH[1]:.3g}:"]
     lines += [f"- {s.first} to {s.last}: {s.growth:.3g}" for s in report.stacks]
     return "\n".join(lines)
-
-
-def _ending(name: str | None) -> str:
-    """A name without its numbers, which groups equal findings of equal blocks."""
-    return "".join(c for c in name or "" if not c.isdigit())

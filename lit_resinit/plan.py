@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import fnmatch
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, get_args
 
 from torch import nn
 
 from lit_resinit import ops
-from lit_resinit.branches import Addition, Address, NetworkUses, child_of, find_additions
+from lit_resinit.branches import Addition, Address, NetworkUses, find_additions
 from lit_resinit.errors import GateError, NoBranchError
 from lit_resinit.gates import Gate, GateFinder, Tail, inserted_name
+from lit_resinit.naming import branch_names, is_below
 from lit_resinit.trace import Graph, Run, call_model, clean_name, trace
+from lit_resinit.words import in_columns, in_common, together, without_numbers
 
 Scheme = Literal["auto", "zero", "insert", "last_layer", "sqrt_depth", "downscale", "observe"]
 Action = Literal["zero", "insert", "last_layer", "sqrt_depth", "downscale", "already_closed", "excluded", "observe"]
@@ -276,7 +277,7 @@ class _Planner:
         self.sums = {a.node for a in self.additions}
         self.leaves = {n.name: n.index for n in graph.nodes if n.op == "parameter"}
         self.tails = {a.node: self.finder.tail(a) for a in self.additions}
-        self.names = self._names()
+        self.names = branch_names(graph, self.additions, {node: t.passed for node, t in self.tails.items()})
 
     def plan(self, include: str | Sequence[str] | None, exclude: str | Sequence[str] | None) -> ResidualPlan:
         chosen = select(list(self.names.values()), include, exclude)
@@ -338,58 +339,6 @@ class _Planner:
 
     def _ends_in_zero_layer(self, addition: Addition) -> bool:
         return any(g.kind == "layer" for g in self.finder.closed_gates(addition))
-
-    # ---------------------------------------------------------------- names
-
-    def _names(self) -> dict[int, str]:
-        per_block: dict[str, int] = {}
-        for addition in self.additions:
-            per_block[addition.block] = per_block.get(addition.block, 0) + 1
-        names: dict[int, str] = {}
-        used: dict[str, int] = {}
-        self.singles = {self._single(a) for a in self.additions}
-        for addition in self.additions:
-            block = addition.block
-            several = per_block[block] > max(1, len(self.called.get(block, ())))
-            name = self._submodule(addition) if several or not block else block
-            used[name] = used.get(name, 0) + 1
-            names[addition.node] = name if used[name] == 1 else f"{name}:{used[name]}"
-        return names
-
-    def _submodule(self, addition: Addition) -> str:
-        """The one sub-module that computes the branch, else the last with a layer and no branch of its own."""
-        single = self._single(addition)
-        if single or not addition.block:
-            return single or "(root)"
-        children = [c for c in self._children(addition) if c and c not in self.singles]
-        return children[-1] if children else addition.block
-
-    def _single(self, addition: Addition) -> str:
-        children = self._children(addition)
-        single = children[0] if len(children) == 1 else ""
-        outputs = {m for node in self.tails[addition.node].passed for m, _ in self.outputs.get(node, ())}
-        return single if addition.block or single in outputs else ""
-
-    def _children(self, addition: Addition) -> list[str]:
-        """The called modules below the block that run the layers of a branch, "" for the block's own layers."""
-        ends = self.tails[addition.node].passed
-        owners = []
-        for index in sorted(addition.interior or ends):
-            node = self.graph.nodes[index]
-            inside = _below(self.graph.owner(index), addition.block)
-            if inside and node.op in ops.LAYERS and any(self.graph.nodes[i].learned for i in node.inputs):
-                owners.append(self._called_child(self.graph.owner(index), addition.block))
-        return list(dict.fromkeys(owners))
-
-    def _called_child(self, owner: str, block: str) -> str:
-        """The first module below ``block`` on the way to ``owner`` that is called, not only a container."""
-        name = child_of(owner, block)
-        if not name:
-            return ""
-        full = f"{block}.{name}" if block else name
-        while full != owner and full not in self.called:
-            full += "." + child_of(owner, full)
-        return full
 
     # ---------------------------------------------------------------- one branch
 
@@ -554,7 +503,7 @@ class _Planner:
                     if len(readers) != 1:
                         break
                     current = readers[0]
-                    if not _below(self.graph.owner(current), addition.block) or not addition.block:
+                    if not is_below(self.graph.owner(current), addition.block) or not addition.block:
                         break
                     if self.graph.nodes[current].op != "view":
                         nodes.append(current)
@@ -566,10 +515,10 @@ class _Planner:
         for index in addition.scales:
             node = self.graph.nodes[index]
             learned = [i for i in node.inputs if self.graph.nodes[i].learned and not self.graph.nodes[i].data]
-            names += self._parameters_below(learned) or [f"{node.op} {node.number:g}" if node.number else node.op]
+            names += self._parametersis_below(learned) or [f"{node.op} {node.number:g}" if node.number else node.op]
         return tuple(names)
 
-    def _parameters_below(self, nodes: list[int]) -> list[str]:
+    def _parametersis_below(self, nodes: list[int]) -> list[str]:
         stack, found = list(nodes), []
         while stack:
             node = self.graph.nodes[stack.pop()]
@@ -586,7 +535,7 @@ class _Planner:
             if node.op != "mul" or not any(self.graph.nodes[i].op == "norm" for i in node.inputs):
                 continue
             factors = [i for i in node.inputs if not self.graph.nodes[i].data and self.graph.nodes[i].op != "norm"]
-            names = self._parameters_below(factors)
+            names = self._parametersis_below(factors)
             owner = self.graph.owner(node.index)
             while owner:
                 if owner in blocks:
@@ -603,7 +552,7 @@ class _Planner:
                 for source in node.inputs:
                     leaf = self.graph.nodes[source]
                     if leaf.learned and not leaf.data:
-                        for name in self._parameters_below([source]):
+                        for name in self._parametersis_below([source]):
                             if name not in gates and self.finder.is_closed(name, 0.0, None):
                                 found[name] = None
         return tuple(found)
@@ -618,10 +567,6 @@ class _Planner:
 
 def _at(source: str) -> str:
     return f"at {source}" if source else "a leaf"
-
-
-def _below(owner: str, block: str) -> bool:
-    return not block or owner == block or owner.startswith(block + ".")
 
 
 def _cannot_close(scheme: str, stuck: list[Branch]) -> str:
@@ -683,17 +628,11 @@ def format_plan(plan: ResidualPlan) -> str:
     table: list[tuple[str, ...]] = [("branch", "count", "skip", "action", "gate kind", "gate")]
     for (skip, action, kinds, _), branches in groups.items():
         names, gates = [b.name for b in branches], [_gates_of(b) for b in branches]
-        table.append((together(names), str(len(names)), skip, action, kinds, _pattern(gates)))
+        table.append((together(names), str(len(names)), skip, action, kinds, in_common(gates)))
     title = f"{len(plan)} residual branches, scheme {plan.scheme}"
     if plan.zero_layers:
         title += f"; zero layers outside: {', '.join(plan.zero_layers)}"
     return f"{title}\n{in_columns(table)}"
-
-
-def in_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as lines of aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 def _gates_of(branch: Branch) -> str:
@@ -702,21 +641,3 @@ def _gates_of(branch: Branch) -> str:
         shown = [g.module for g in branch.gates]
     factor = f" times 1/sqrt({branch.length})" if branch.action in CONSTANT_SCHEMES else ""
     return ", ".join(f"{name}{factor}" for name in shown) or "-"
-
-
-def _pattern(texts: Sequence[str]) -> str:
-    """Texts that differ in numbers only as one, with ``#`` for the numbers that differ."""
-    pieces = zip(*(re.split(r"(\d+)", text) for text in texts), strict=True)
-    return "".join(piece[0] if len(set(piece)) == 1 else "#" for piece in pieces)
-
-
-def without_numbers(text: str) -> str:
-    """A text with its numbers taken out, which groups equal findings of equal blocks."""
-    return re.sub(r"\d+", "#", text)
-
-
-def together(names: Sequence[str], shown: int = 3) -> str:
-    """Several names in one short text: the first few, or a range where only one number differs."""
-    if len(names) <= shown:
-        return ", ".join(names)
-    return f"{names[0]} .. {names[-1]}"

@@ -13,10 +13,12 @@ PACKAGE = Path(lit_resinit.__file__).parent
 # each may import what stands before it
 ORDER = [
     "errors",
+    "words",
     "ops",
     "trace",
     "branches",
     "gates",
+    "naming",
     "plan",
     "schemes",
     "identity",
