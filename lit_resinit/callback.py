@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-import weakref
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
@@ -23,11 +22,12 @@ from lit_resinit.errors import (
     TraceError,
 )
 from lit_resinit.gradients import SLOW, GradientReport, Observation, Waking, gradient_sizes
+from lit_resinit.hooks import Applied, LoadHook, applied_plan, inserted_gates, mark_applied, was_closed
 from lit_resinit.identity import IdentityReport
 from lit_resinit.inputs import first_batch, training_step
 from lit_resinit.plan import ResidualPlan, Scheme, as_arguments, check_arguments, check_patterns, plan_forward
 from lit_resinit.report.tables import history_table
-from lit_resinit.schemes import applied_plan, apply_
+from lit_resinit.schemes import apply_
 from lit_resinit.trace import Run, call_model, clean_name
 from lit_resinit.usefulness import measure_usefulness
 from lit_resinit.watch import History, Moments, Watcher, gate_statistics, metrics, to_record
@@ -39,7 +39,6 @@ except ImportError:  # pragma: no cover - the older package has the same class u
     from pytorch_lightning import Callback  # type: ignore[assignment]
 
 Policy = Literal["raise", "warn", "ignore"]
-_trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # their gates have moved: no identity to prove any more
 _SCALER_WAIT = 50  # steps that a gradient scaler may skip before its overflow counts as ours
 
 
@@ -121,15 +120,27 @@ class ResidualInit(Callback):
         self._measure_usefulness = usefulness
         self._resumed = False
         self._late: ResInitError | None = None
+        self._mark: Applied | None = None
+        self._slept: dict[str, int] = {}
+        self._loading: Any = None
         self._watch = _Watch()
 
     # ---------------------------------------------------------------- 1. close the gates
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Find the branches and close their gates, once, at the start of a fresh training."""
-        if stage != "fit" or self._recognise(pl_module):
+        """Find the branches and close their gates, once, at the start of a fresh training.
+
+        In the other verbs the gates that a checkpoint brings are inserted when it is loaded, and nothing else is done.
+        """
+        if stage == "fit":
+            self._resumed, self._mark, self._slept = False, None, {}
+            self._close_gates(trainer, pl_module)
+        if applied_plan(pl_module) is None:
+            self._explain_loading(pl_module, LoadHook(inserts=stage != "fit"))
+
+    def _close_gates(self, trainer: Any, pl_module: Any) -> None:
+        if self._recognise(trainer, pl_module):
             return
-        self._resumed = False
         try:
             self._prepare(trainer, pl_module)
         except (NoBranchError, TraceError) as error:
@@ -139,25 +150,36 @@ class ResidualInit(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Second chance for a network built in ``setup`` or ``configure_model``: closing only, no inserting."""
-        if self._late is None or self._recognise(pl_module):
-            self._late = None
+        late, self._late = self._late, None
+        if late is None or self._recognise(trainer, pl_module):
             return
-        self._late = None
         if trainer.ckpt_path is not None:
             self._resumed = True
         self._prepare(trainer, pl_module, late=True)
 
-    def _recognise(self, pl_module: nn.Module) -> bool:
-        """Whether a plan was applied to this module or a part of it before: then no second one is made."""
+    def _recognise(self, trainer: Any, pl_module: nn.Module) -> bool:
+        """Whether gates of this module or a part of it were closed before: then they are only watched."""
         found = applied_plan(pl_module)
-        if found is None:
-            return False
-        name, plan = found
-        self._accept(plan.below(name))
-        return True
+        if found is not None:
+            name, self._mark = found
+            self._accept(self._mark.plan.below(name))
+        elif was_closed(pl_module):
+            plan = self._plan(trainer, pl_module, "observe")
+            self._mark = mark_applied(pl_module, plan, moved=True)
+            self._accept(plan)
+        return self._mark is not None
+
+    def _explain_loading(self, pl_module: nn.Module, hook: LoadHook) -> None:
+        self._stop_explaining()
+        self._loading = pl_module.register_load_state_dict_pre_hook(hook)
+
+    def _stop_explaining(self) -> None:
+        if self._loading is not None:
+            self._loading.remove()
+            self._loading = None
 
     def _prepare(self, trainer: Any, pl_module: nn.Module, late: bool = False) -> None:
-        plan = self._plan(trainer, pl_module)
+        plan = self._plan(trainer, pl_module, self.scheme)
         if late and any(b.action in ("insert", "sqrt_depth") for b in plan.branches):
             raise ResInitError(
                 "closing the gates: expected the network and a batch when the callback is set up, found them only "
@@ -167,17 +189,20 @@ class ResidualInit(Callback):
                 "`configure_model` (or `setup`), or use scheme='last_layer'."
             )
         _check_copies(trainer, plan)
-        if not (late and self._resumed):
+        if late and self._resumed:
+            self._mark = mark_applied(pl_module, plan, moved=True)
+        else:
             apply_(pl_module, plan, overwrite_trained=self.overwrite_trained)
+            self._mark = mark_applied(pl_module, plan)
         self._accept(plan)
 
-    def _plan(self, trainer: Any, pl_module: nn.Module) -> ResidualPlan:
-        check_arguments(pl_module, self.scheme, self.include, self.exclude)
+    def _plan(self, trainer: Any, pl_module: nn.Module, scheme: Scheme) -> ResidualPlan:
+        check_arguments(pl_module, scheme, self.include, self.exclude)
         tried: list[str] = []
         for what, inputs in _candidates(trainer, pl_module, self.example_inputs, tried):
             run: Run = call_model if what != "a batch of the training data" else training_step(trainer)
             try:
-                return plan_forward(pl_module, inputs, {}, run, self.scheme, self.include, self.exclude)
+                return plan_forward(pl_module, inputs, {}, run, scheme, self.include, self.exclude)
             except TraceError as error:
                 tried.append(f"{what}: {error}")
         raise TraceError(
@@ -196,7 +221,8 @@ class ResidualInit(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
         """Every gate has to be in an optimizer, and should not be decayed."""
-        fresh = trainer.global_step == 0 and not self._resumed and pl_module not in _trained
+        moved = self._mark is not None and self._mark.moved
+        fresh = trainer.global_step == 0 and not self._resumed and not moved
         self._watch = _Watch(judge=self.plan is not None, fresh=fresh)
         if self.plan is not None:
             _check_optimizers(trainer, pl_module, self.plan)
@@ -274,6 +300,9 @@ class ResidualInit(Callback):
         self._watch.observation = None
         self.gradient_report = observation.gradients
         self._watch.waking = Waking(self.gradient_report, self.patience)
+        if self._slept:  # a run that was resumed: this is one more look at those that slept before
+            self.gradient_report = self._watch.waking.resume(pl_module, self._slept)
+            self._slept = {}
         self._watch.judged_now = True
         self._alarm(trainer)
         self._warn_about_sizes()
@@ -329,8 +358,8 @@ class ResidualInit(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Send the record to every logger; a batch without backward or optimizer step is tried again."""
-        if trainer.global_step:
-            _trained.add(pl_module)
+        if trainer.global_step and self._mark is not None:
+            self._mark.moved = True
         if self._watch.recorded:
             self._send(trainer)
             self._watch.end_record()
@@ -374,25 +403,41 @@ class ResidualInit(Callback):
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
         """Leave no hook or mode behind."""
         self._watch.close()
+        self._stop_explaining()
         _give_back_loader(trainer, pl_module)
 
     def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
         """Leave no hook or mode behind, nor the bound ``log`` methods of the Trainer, which hold the module."""
         self._watch.close()
+        self._stop_explaining()
         _give_back_loader(trainer, pl_module)
         for name in ("log", "log_dict"):
             vars(self).pop(name, None)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain types only, so that the checkpoint loads with ``weights_only=True``."""
-        return {"closed": self.plan is not None, "history": self.history.to_dict()}
+        folds = {g.parameter: [[n, g.value] for n in g.folds_into] for g in self.plan.gates} if self.plan else {}
+        return {
+            "closed": self.plan is not None,
+            "history": self.history.to_dict(),
+            "slept": self._watch.waking.slept if self._watch.waking is not None else dict(self._slept),
+            "folds": folds,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the history of the run that is resumed."""
+        """Continue the history of the run that is resumed, and the patience with what slept."""
         self._resumed = bool(state_dict["closed"])
+        self._slept = {str(k): int(v) for k, v in state_dict["slept"].items()}
         history = History.from_dict(state_dict["history"])
         if not self.history.branches or history.branches == self.history.branches:
             self.history = history
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: nn.Module, checkpoint: dict[str, Any]) -> None:
+        """Tell gates that came with the checkpoint into which weights they fold."""
+        folds = checkpoint["callbacks"].get(self.state_key, {}).get("folds", {})
+        for name, hook in inserted_gates(pl_module):
+            if not hook.folds_into and name in folds:
+                hook.folds_into = tuple((str(n), float(v)) for n, v in folds[name])
 
 
 class _Watch:

@@ -503,50 +503,72 @@ def observe(model: nn.Module, plan: ResidualPlan, inputs: Any = ()) -> Iterator[
 # -------------------------------------------------------------------- later steps
 
 
+def until_unfrozen(report: GradientReport, model: nn.Module) -> GradientReport:
+    """The report with gates that are frozen now, but will be unfrozen later, as sleepers instead of an alarm."""
+    frozen = {clean_name(n) for n, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    gates = dict(report.gates)
+    for name, gate in report.gates.items():
+        if gate.status == "missing" and name in frozen:
+            gates[name] = dataclasses.replace(gate, status="asleep", cause="it is frozen until it is unfrozen")
+    return GradientReport(gates)
+
+
 class Waking:
     """Gates that were asleep, judged again after each real optimizer step until they wake or ``patience`` is used up.
 
     Args:
         report: The first report.
-        patience: How many real steps a gate may sleep.
+        patience: How many real steps a gate may sleep; steps in which it is frozen do not count.
     """
 
     def __init__(self, report: GradientReport, patience: int) -> None:
         self.report, self.patience = report, patience
         self.steps = 0
         self.woke: dict[str, int] = {}
-        self._asleep = [n for n, g in report.gates.items() if g.status == "asleep"]
+        self.slept = {n: 0 for n, g in report.gates.items() if g.status == "asleep"}
 
     @property
     def waiting(self) -> bool:
         """Whether some gate is still asleep."""
-        return bool(self._asleep)
+        return bool(self.slept)
+
+    def resume(self, model: nn.Module, slept: dict[str, int]) -> GradientReport:
+        """Go on with what gates had slept before a checkpoint; the first report was one more look at them."""
+        again = [n for n in self.slept if n in slept]
+        self.slept |= {n: slept[n] for n in again}
+        return self._look(model, again)
 
     def step(self, model: nn.Module) -> GradientReport:
         """Judge the sleepers by the gradients of one more real step."""
         self.steps += 1
+        return self._look(model, list(self.slept))
+
+    def _look(self, model: nn.Module, names: list[str]) -> GradientReport:
         parameters = {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
-        sizes = gradient_sizes({n: parameters[n] for n in self._asleep if n in parameters})
+        sizes = gradient_sizes({n: parameters[n] for n in names if n in parameters})
         gates = dict(self.report.gates)
-        for name in list(self._asleep):
-            size = sizes.get(name)
-            if size is not None and not math.isfinite(size):
-                gates[name] = dataclasses.replace(
-                    gates[name], status="nonfinite", size=size, cause="NaN or inf on waking"
-                )
-            elif size:
-                gates[name] = dataclasses.replace(gates[name], status="alive", cause="", waits_for=None, size=size)
-                self.woke[name] = self.steps
-            elif self.steps >= self.patience:
-                cause = f"it slept through {self.steps} optimizer steps: {gates[name].cause}"
-                gates[name] = dataclasses.replace(
-                    gates[name], status="missing" if size is None else "dead", cause=cause
-                )
-            else:
+        for name in names:
+            if name in parameters and not parameters[name].requires_grad:
                 continue
-            self._asleep.remove(name)
+            self.slept[name] += 1
+            verdict = self._verdict(gates[name], sizes.get(name))
+            if verdict.status != "asleep":
+                gates[name] = verdict
+                del self.slept[name]
         self.report = GradientReport(gates)
         return self.report
+
+    def _verdict(self, gate: GateGradient, size: float | None) -> GateGradient:
+        if size is not None and not math.isfinite(size):
+            return dataclasses.replace(gate, status="nonfinite", size=size, cause="NaN or inf on waking")
+        if size:
+            self.woke[gate.parameter] = self.steps
+            return dataclasses.replace(gate, status="alive", cause="", waits_for=None, size=size)
+        slept = self.slept[gate.parameter]
+        if slept < self.patience:
+            return gate
+        cause = f"it slept through {slept} optimizer steps: {gate.cause}"
+        return dataclasses.replace(gate, status="missing" if size is None else "dead", cause=cause)
 
 
 # -------------------------------------------------------------------- words

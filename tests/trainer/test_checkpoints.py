@@ -5,10 +5,11 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from networks import WIDTH, Classifier, Plain, Scaled, data, stack, trainer
 from torch import Tensor, nn
 
-from lit_resinit import ResidualInit, ResInitError, apply_, fold_, make_plan
+from lit_resinit import ResidualInit, apply_, fold_, make_plan
 
 GATES = ("net.0.f.residual_gate", "net.1.f.residual_gate")
 
@@ -35,15 +36,16 @@ def test_a_resumed_run_continues_curve_for_curve(tmp_path: Path) -> None:
     pl.seed_everything(1, verbose=False)
     start = Classifier(stack(Plain)).state_dict()
 
-    def fresh() -> Classifier:
+    def run(ours: ResidualInit, *others: pl.Callback, path: Path | None = None) -> None:
         module = Classifier(stack(Plain))
         module.load_state_dict(start)
-        return module
+        options = {"max_steps": -1, "max_epochs": 2, "enable_checkpointing": bool(others)}
+        trainer(tmp_path, ours, *others, **options).fit(module, data(WIDTH), ckpt_path=path)
 
-    whole = ResidualInit()
-    trainer(tmp_path, whole, max_steps=6, max_epochs=-1).fit(fresh(), data(WIDTH))
-    path, second = checkpoint(fresh(), tmp_path, ResidualInit()), ResidualInit()
-    resume(fresh(), path, second)
+    whole, second = ResidualInit(), ResidualInit()
+    saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    run(whole, saving)
+    run(second, path=tmp_path / "epoch=0.ckpt")
     assert second.identity_report is None
     assert second.history.steps.tolist() == whole.history.steps.tolist() == list(range(6))
     assert torch.equal(second.history.gate, whole.history.gate)
@@ -51,13 +53,9 @@ def test_a_resumed_run_continues_curve_for_curve(tmp_path: Path) -> None:
     assert second.history.switched_on() == whole.history.switched_on()
 
 
-class Sleepless(Classifier):
-    """The last feature masks the branches; it is zero for the first rows."""
-
-
 def test_a_gate_asleep_at_the_checkpoint_is_still_waited_for(tmp_path: Path) -> None:
     class Never(Classifier):
-        """Its loss does not depend on the branches, for it multiplies them by a feature that is zero."""
+        """Multiplies its branches by a feature that is zero in the data."""
 
         def forward(self, x: Tensor) -> Tensor:
             for block in self.net[:-1]:
@@ -105,7 +103,7 @@ def test_the_callback_may_leave_at_a_resume(tmp_path: Path) -> None:
 
 def test_plain_checkpoint_into_inserted_gates_names_them_and_the_way_out(tmp_path: Path) -> None:
     path = checkpoint(Classifier(stack(Plain)), tmp_path)
-    with pytest.raises(ResInitError) as caught:
+    with pytest.raises(RuntimeError, match="RI106") as caught:
         resume(Classifier(stack(Plain)), path, ResidualInit())
     for text in (*GATES, "torch.ones(1)", "without ResidualInit"):
         assert text in str(caught.value)
@@ -122,7 +120,7 @@ def test_gates_filled_with_one_make_a_plain_checkpoint_load(tmp_path: Path) -> N
 
 def test_gated_checkpoint_into_another_scheme_names_the_gates_and_the_way_out(tmp_path: Path) -> None:
     path = checkpoint(Classifier(stack(Plain)), tmp_path, ResidualInit())
-    with pytest.raises(ResInitError) as caught:
+    with pytest.raises(RuntimeError, match="RI106") as caught:
         resume(Classifier(stack(Plain)), path, ResidualInit(scheme="last_layer"))
     for text in (*GATES, "fold_"):
         assert text in str(caught.value)

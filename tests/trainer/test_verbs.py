@@ -40,7 +40,9 @@ def test_other_verbs_change_nothing(verb: str, block: Any, tmp_path: Path) -> No
     plain = trainer(tmp_path).predict(module, data(WIDTH))
     getattr(trainer(tmp_path, ours), verb)(module, data(WIDTH))
     assert same(before, values(module))
-    assert all(torch.equal(a, b) for a, b in zip(plain, trainer(tmp_path, ours).predict(module, data(WIDTH)), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(plain, trainer(tmp_path, ours).predict(module, data(WIDTH)), strict=True)
+    )
     assert (ours.plan, len(ours.history), ours.identity_report) == (None, 0, None)
     assert not any(m._forward_hooks or m._load_state_dict_pre_hooks for m in module.modules())
 
