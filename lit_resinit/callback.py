@@ -23,7 +23,7 @@ from lit_resinit.errors import (
 )
 from lit_resinit.gradients import SLOW, GradientReport, Observation, Waking, gradient_sizes
 from lit_resinit.hooks import Applied, LoadHook, applied_plan, inserted_gates, mark_applied, was_closed
-from lit_resinit.identity import IdentityReport
+from lit_resinit.identity import IdentityReport, peak_of, to_host
 from lit_resinit.inputs import first_batch, training_step
 from lit_resinit.plan import ResidualPlan, Scheme, as_arguments, check_arguments, check_patterns, plan_forward
 from lit_resinit.report.tables import history_table
@@ -39,6 +39,7 @@ except ImportError:  # pragma: no cover - the older package has the same class u
     from pytorch_lightning import Callback  # type: ignore[assignment]
 
 Policy = Literal["raise", "warn", "ignore"]
+_STEPS_TO_MOVE = 2  # steps after which a gate with a gradient should have left its closing value
 _SCALER_WAIT = 50  # steps that a gradient scaler may skip before its overflow counts as ours
 
 
@@ -279,6 +280,7 @@ class ResidualInit(Callback):
         if accepted or self._watch.waited >= _SCALER_WAIT:
             self._judge_gradients(trainer, pl_module)
             self._look_again(trainer, pl_module, optimizer)
+            self._warn_about_rest(pl_module, optimizer)
         elif self._watch.judge:
             self._watch.waited += 1
             self._watch.drop()
@@ -300,6 +302,7 @@ class ResidualInit(Callback):
         self._watch.observation = None
         self.gradient_report = observation.gradients
         self._watch.waking = Waking(self.gradient_report, self.patience)
+        self._watch.alive = {n for n, g in self.gradient_report.gates.items() if g.status == "alive"}
         if self._slept:  # a run that was resumed: this is one more look at those that slept before
             self.gradient_report = self._watch.waking.resume(pl_module, self._slept)
             self._slept = {}
@@ -317,6 +320,21 @@ class ResidualInit(Callback):
             return
         self.gradient_report = waking.step(pl_module)
         self._alarm(trainer)
+
+    def _warn_about_rest(self, pl_module: nn.Module, optimizer: Any) -> None:
+        """An optimizer whose step is proportional to the weight's own norm (LARS, LAMB) never leaves zero."""
+        if self.plan is None or not self._watch.alive or self._watch.steps > _STEPS_TO_MOVE:
+            return
+        if self._watch.steps == _STEPS_TO_MOVE:
+            resting = _resting(optimizer, pl_module, self.plan, self._watch.alive)
+            if resting:
+                _warn(
+                    f"{type(optimizer).__name__} has not moved {len(resting)} zero tensors in {_STEPS_TO_MOVE} steps, "
+                    f"although each has a gradient: {together(resting)}. A step proportional to the weight's norm "
+                    "(LARS, LAMB) leaves a zero where it is. Give them plain steps, in a group of their own: "
+                    "`lit_resinit.param_groups(self, plan)`."
+                )
+        self._watch.steps += any(g["lr"] != 0 for g in optimizer.param_groups)
 
     def _alarm(self, trainer: Any) -> None:
         report = self.gradient_report
@@ -448,6 +466,8 @@ class _Watch:
         self.observation: Observation | None = None
         self.waking: Waking | None = None
         self.waited, self.judged_now = 0, False
+        self.alive: set[str] = set()
+        self.steps = 0  # real ones since the verdict
         self.moments: Moments | None = None
         self.recorded = self.logs = False
         self._watcher: Watcher | None = None
@@ -628,6 +648,21 @@ def _check_optimizers(trainer: Any, pl_module: nn.Module, plan: ResidualPlan) ->
             f"weight_decay pulls on {len(scalars)} gates ({together(scalars)}); it holds them below what they want. "
             "Put them in a group of their own: `lit_resinit.param_groups(self, plan)`."
         )
+
+
+def _resting(optimizer: Any, pl_module: nn.Module, plan: ResidualPlan, alive: set[str]) -> list[str]:
+    """Gates and zero layers among ``alive`` that this optimizer holds, with a rate above zero, and that are closed."""
+    stepped = {id(p) for group in optimizer.param_groups if group["lr"] != 0 for p in group["params"]}
+    closing = {g.parameter: g for g in plan.gates} | dict.fromkeys(plan.zero_layers)
+    gaps: dict[str, Tensor] = {}
+    for name, parameter in ((clean_name(n), p) for n, p in pl_module.named_parameters()):
+        if name in closing and name in alive and id(parameter) in stepped:
+            gate, value = closing[name], parameter.detach()
+            if gate is not None:
+                value = (value if gate.index is None else value[gate.index]) - gate.value
+            peak = peak_of(value)
+            gaps |= {} if peak is None else {name: peak}
+    return [name for name, gap in zip(gaps, to_host(list(gaps.values())), strict=True) if gap == 0.0]
 
 
 def _usefulness(trainer: Any, pl_module: Any, plan: ResidualPlan, batches: int = 4) -> dict[str, float]:

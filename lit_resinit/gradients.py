@@ -200,6 +200,8 @@ class _Judge:
 
     def _without_gradient(self, judged: _Judged, parameter: nn.Parameter, verdict: Any) -> GateGradient:
         if not parameter.requires_grad:
+            if self._is_open(judged.gate):
+                return verdict("alive", "it is frozen, and open: its branch takes part as it is")  # type: ignore[no-any-return]
             return verdict("missing", "it is frozen (requires_grad is False), so its branch stays closed for good")  # type: ignore[no-any-return]
         reader = self.flow.reader(judged.name) if self.flow is not None else 0
         if reader is None:
@@ -210,6 +212,11 @@ class _Judge:
             "computed without gradients (activation checkpointing with use_reentrant=True on an input that needs none)"
         )
         return verdict("missing", why, source=source)  # type: ignore[no-any-return]
+
+    def _is_open(self, name: str) -> bool:
+        gates = [g for g in self.plan.gates if g.parameter == name]
+        values = [self.parameters[name] if g.index is None else self.parameters[name][g.index] for g in gates]
+        return bool(gates) and not any(holds(v, g.value) for v, g in zip(values, gates, strict=True))
 
     def _silent_elements(self, parameter: nn.Parameter) -> str:
         grad = parameter.grad

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import types
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -52,7 +53,10 @@ class ConstantHook:
 
 def _scaled(output: Any, leaf: int, factor: Tensor | float) -> Any:
     if isinstance(output, Tensor):
-        return output * (factor.to(output.dtype) if isinstance(factor, Tensor) else factor)
+        if isinstance(factor, Tensor):
+            factor = factor.to(output.dtype)
+            factor = factor.reshape(()) if output.is_nested else factor  # these take no factor with an axis
+        return output * factor
     leaves, spec = tree_flatten(output)
     positions = [i for i, value in enumerate(leaves) if isinstance(value, Tensor)]
     leaves[positions[leaf]] = _scaled(leaves[positions[leaf]], 0, factor)
@@ -62,7 +66,26 @@ def _scaled(output: Any, leaf: int, factor: Tensor | float) -> Any:
 def insert_gate(module: nn.Module, hook: GateHook, device: torch.device) -> None:
     """Register the scalar, at zero, and the hook that multiplies by it."""
     module.register_parameter(inserted_name(hook.leaf), nn.Parameter(torch.zeros(1, device=device)))
+    attach(module, hook)
+
+
+def attach(module: nn.Module, hook: GateHook | ConstantHook) -> None:
+    """Register a multiplying hook, in a way that compiled code sees.
+
+    Compiled code does not look whether a module has hooks: what was compiled for a twin without would skip ours. It does
+    look whether a module has a ``forward`` of its own, so that it gets its class's, bound to itself.
+    """
     module.register_forward_hook(hook, prepend=True)
+    vars(module).setdefault("forward", types.MethodType(type(module).forward, module))
+
+
+def detach(module: nn.Module, key: int) -> None:
+    """Remove a multiplying hook."""
+    del module._forward_hooks[key]
+    own = vars(module).get("forward")
+    ours = getattr(own, "__self__", None) is module and getattr(own, "__func__", None) is type(module).forward
+    if ours and not any(isinstance(h, GateHook | ConstantHook) for h in module._forward_hooks.values()):
+        del vars(module)["forward"]
 
 
 def gate_hooks(module: nn.Module) -> list[tuple[int, GateHook]]:

@@ -10,7 +10,16 @@ from torch import Tensor, nn
 
 from lit_resinit.errors import FoldError, ResInitError, TrainedWeightsError
 from lit_resinit.gates import Gate, inserted_name
-from lit_resinit.hooks import ConstantHook, GateHook, forget_applied, gate_hooks, insert_gate, mark_applied
+from lit_resinit.hooks import (
+    ConstantHook,
+    GateHook,
+    attach,
+    detach,
+    forget_applied,
+    gate_hooks,
+    insert_gate,
+    mark_applied,
+)
 from lit_resinit.plan import Branch, ResidualPlan
 from lit_resinit.trace import clean_name
 
@@ -148,7 +157,7 @@ def _spread(tensor: Tensor) -> float:
 
 def _write(gate: Gate, branch: Branch, parameters: dict[str, nn.Parameter], modules: dict[str, nn.Module]) -> None:
     if branch.action == "sqrt_depth":
-        modules[gate.module].register_forward_hook(ConstantHook(gate.leaf, branch.length**-0.5), prepend=True)
+        attach(modules[gate.module], ConstantHook(gate.leaf, branch.length**-0.5))
     elif branch.action == "downscale":
         for name in (gate.parameter, *gate.biases):
             parameters[name].mul_(branch.length**-0.5)
@@ -206,7 +215,7 @@ def fold_(model: nn.Module) -> list[str]:
             assert gate is not None
             for parameter, value in weights:
                 parameter.sub_(value).mul_(gate.to(parameter.dtype)).add_(value)
-            del module._forward_hooks[key]
+            detach(module, key)
             names.append(f"{name}.{inserted_name(hook.leaf)}".lstrip("."))
     if names:
         forget_applied(model)
