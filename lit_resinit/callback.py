@@ -21,7 +21,7 @@ from lit_resinit.errors import (
     ResInitWarning,
     TraceError,
 )
-from lit_resinit.gradients import SLOW, GradientReport, Observation, Waking, gradient_sizes
+from lit_resinit.gradients import SLOW, GradientReport, Observation, Waking, gradient_sizes, until_unfrozen
 from lit_resinit.hooks import Applied, LoadHook, applied_plan, inserted_gates, mark_applied, was_closed
 from lit_resinit.identity import IdentityReport, peak_of, to_host
 from lit_resinit.inputs import first_batch, training_step
@@ -271,7 +271,7 @@ class ResidualInit(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: nn.Module, optimizer: Any) -> None:
         """Unscaled, unclipped gradients: judge them if that is still due, look at sleepers again, record."""
-        if self.plan is None or not self._holds_gates(optimizer, pl_module):
+        if self.plan is None or not self._holds_gates(trainer, optimizer, pl_module):
             return
         if not pl_module.automatic_optimization:
             self._watch.stop_forward(None)
@@ -286,12 +286,12 @@ class ResidualInit(Callback):
             self._watch.drop()
         self._record(trainer, pl_module)
 
-    def _holds_gates(self, optimizer: Any, pl_module: nn.Module) -> bool:
-        """Whether this optimizer moves any gate (with several optimizers, the others say nothing about gates)."""
+    def _holds_gates(self, trainer: Any, optimizer: Any, pl_module: nn.Module) -> bool:
+        """Whether this optimizer moves any gate: where some do, the others say nothing about gates."""
         assert self.plan is not None
         wanted = {g.parameter for g in self.plan.gates} | set(self.plan.zero_layers)
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return not wanted or any(id(p) in held for n, p in pl_module.named_parameters() if clean_name(n) in wanted)
+        ours = {id(p) for n, p in pl_module.named_parameters() if clean_name(n) in wanted}
+        return not ours & _held(trainer.optimizers) or bool(ours & _held([optimizer]))
 
     def _judge_gradients(self, trainer: Any, pl_module: nn.Module) -> None:
         observation = self._watch.observation
@@ -301,6 +301,8 @@ class ResidualInit(Callback):
         observation.finish()
         self._watch.observation = None
         self.gradient_report = observation.gradients
+        if _will_unfreeze(trainer):
+            self.gradient_report = until_unfrozen(self.gradient_report, pl_module)
         self._watch.waking = Waking(self.gradient_report, self.patience)
         self._watch.alive = {n for n, g in self.gradient_report.gates.items() if g.status == "alive"}
         if self._slept:  # a run that was resumed: this is one more look at those that slept before
@@ -320,6 +322,15 @@ class ResidualInit(Callback):
             return
         self.gradient_report = waking.step(pl_module)
         self._alarm(trainer)
+
+    def _warn_about_frozen(self, pl_module: nn.Module) -> None:
+        waiting = self._watch.waking.slept if self._watch.waking is not None else {}
+        frozen = [n for n, p in pl_module.named_parameters() if clean_name(n) in waiting and not p.requires_grad]
+        if frozen:
+            _warn(
+                f"{len(frozen)} gates are still frozen at the end ({together(frozen)}): they were to be unfrozen, and "
+                "were not, so their branches never contributed. Unfreeze them earlier, or train longer."
+            )
 
     def _warn_about_rest(self, pl_module: nn.Module, optimizer: Any) -> None:
         """An optimizer whose step is proportional to the weight's own norm (LARS, LAMB) never leaves zero."""
@@ -394,6 +405,7 @@ class ResidualInit(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
         """Print the table, and write what was asked for."""
+        self._warn_about_frozen(pl_module)
         if self.plan is None or not len(self.history):
             return
         if self._measure_usefulness:
@@ -620,6 +632,15 @@ def _is_logging(trainer: Any) -> bool:
 
 def _accumulates(trainer: Any) -> bool:
     return bool(trainer.fit_loop._should_accumulate())
+
+
+def _held(optimizers: Sequence[Any]) -> set[int]:
+    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+
+
+def _will_unfreeze(trainer: Any) -> bool:
+    """Whether a callback of the kind of ``BackboneFinetuning`` unfreezes parameters later."""
+    return any(hasattr(c, "unfreeze_and_add_param_group") for c in trainer.callbacks)
 
 
 def _all_finite(optimizer: Any) -> bool:

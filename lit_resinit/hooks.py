@@ -72,8 +72,8 @@ def insert_gate(module: nn.Module, hook: GateHook, device: torch.device) -> None
 def attach(module: nn.Module, hook: GateHook | ConstantHook) -> None:
     """Register a multiplying hook, in a way that compiled code sees.
 
-    Compiled code does not look whether a module has hooks: what was compiled for a twin without would skip ours. It does
-    look whether a module has a ``forward`` of its own, so that it gets its class's, bound to itself.
+    Compiled code does not look whether a module has hooks: what was compiled for a twin without would skip ours. It
+    does look whether a module has a ``forward`` of its own, so that it gets its class's, bound to itself.
     """
     module.register_forward_hook(hook, prepend=True)
     vars(module).setdefault("forward", types.MethodType(type(module).forward, module))

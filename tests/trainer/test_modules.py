@@ -214,7 +214,7 @@ class Skipped(nn.Module):
 
 def test_layers_skipped_at_random_sleep_until_they_run(tmp_path: Path) -> None:
     random.seed(3)
-    module, ours = fit(Skipped(), tmp_path, steps=20, patience=15)
+    _, ours = fit(Skipped(), tmp_path, steps=20, patience=15)
     assert len(ours.plan) == 6
     assert ours.identity_report.ok
     assert {g.status for g in ours.gradient_report.gates.values()} == {"alive"}
