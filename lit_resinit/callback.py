@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from rich.console import Console
@@ -33,10 +34,24 @@ from lit_resinit.usefulness import measure_usefulness
 from lit_resinit.watch import History, Moments, Watcher, gate_statistics, metrics, to_record
 from lit_resinit.words import together
 
-try:
+
+def _callback_class() -> Any:
+    """``Callback`` of the package that is in use; of both, when both are: each knows only its own."""
+    names = ("lightning.pytorch", "pytorch_lightning")
+    loaded = [sys.modules[name].Callback for name in names if hasattr(sys.modules.get(name), "Callback")]
+    if not loaded:
+        try:
+            import lightning.pytorch as package
+        except ImportError:  # pragma: no cover - only the older package is installed
+            import pytorch_lightning as package  # type: ignore[no-redef]
+        loaded = [package.Callback]
+    return loaded[0] if len(loaded) == 1 else type("Callback", tuple(loaded), {})
+
+
+if TYPE_CHECKING:
     from lightning.pytorch import Callback
-except ImportError:  # pragma: no cover - the older package has the same class under another name
-    from pytorch_lightning import Callback  # type: ignore[assignment]
+else:
+    Callback = _callback_class()
 
 Policy = Literal["raise", "warn", "ignore"]
 _STEPS_TO_MOVE = 2  # steps after which a gate with a gradient should have left its closing value

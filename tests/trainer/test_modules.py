@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import peft
 import pytest
 import torch
 from networks import WIDTH, Classifier, Plain, PreNorm, Scaled, data, mlp, stack, trainer
@@ -247,7 +246,7 @@ def test_tied_weights(block: Any, tmp_path: Path) -> None:
 class Adapted(pl.LightningModule):
     """Low-rank adapters of peft on a frozen network with trained norms."""
 
-    def __init__(self) -> None:
+    def __init__(self, peft: Any) -> None:
         super().__init__()
         net = stack(PreNorm)
         with torch.no_grad():
@@ -264,7 +263,8 @@ class Adapted(pl.LightningModule):
 
 @pytest.mark.filterwarnings("ignore::UserWarning:peft")
 def test_lora_adapters_are_watched_and_the_frozen_network_left_alone(tmp_path: Path) -> None:
-    module, ours = Adapted(), ResidualInit(scheme="observe", identity="ignore")
+    module = Adapted(pytest.importorskip("peft"))
+    ours = ResidualInit(scheme="observe", identity="ignore")
     before = {n: p.detach().clone() for n, p in module.named_parameters()}
     with pytest.raises(TrainedWeightsError):
         trainer(tmp_path, ResidualInit()).fit(module, data(WIDTH))

@@ -78,7 +78,9 @@ def test_pruning_leaves_gates_learning(block: Any, tmp_path: Path) -> None:
 def test_aggregates_can_be_monitored(tmp_path: Path) -> None:
     ours = ResidualInit(on_ratio=1e-12)
     best = ModelCheckpoint(tmp_path, monitor="resinit/gate_max", mode="max", filename="best")
-    stop = EarlyStopping("resinit/switched_on", mode="max", stopping_threshold=1.5, patience=50, check_on_train_epoch_end=True)
+    stop = EarlyStopping(
+        "resinit/switched_on", mode="max", stopping_threshold=1.5, patience=50, check_on_train_epoch_end=True
+    )
     run = trainer(tmp_path, ours, stop, best, max_steps=-1, max_epochs=20, enable_checkpointing=True)
     run.fit(Classifier(stack(Scaled), lr=0.1), data(WIDTH))
     assert run.current_epoch < 19
