@@ -266,9 +266,9 @@ class ResidualInit(Callback):
         if observation is None or not fresh or self.plan is None:
             return
         self.identity_report = observation.identity
-        found = not self.identity_report.ok
-        if self._agreed(trainer, found):
-            self._act(self.identity, IdentityError(str(self.identity_report), self.identity_report))
+        found = self._agreed(trainer, "" if self.identity_report.ok else str(self.identity_report))
+        if found:
+            self._act(self.identity, IdentityError(found, self.identity_report))
         changed = [s for s in self.identity_report.stacks if s.changed_by and s.deviation > 0]
         if changed and not found:
             _warn(
@@ -291,15 +291,19 @@ class ResidualInit(Callback):
         if not pl_module.automatic_optimization:
             self._watch.stop_forward(None)
             self._judge_identity(trainer)
-        accepted = trainer.scaler is None or _all_finite(optimizer)
-        if accepted or self._watch.waited >= _SCALER_WAIT:
+        if self._watch.due:
+            self._judge_step(trainer, pl_module, optimizer)
+        self._record(trainer, pl_module)
+
+    def _judge_step(self, trainer: Any, pl_module: nn.Module, optimizer: Any) -> None:
+        skipped = trainer.scaler is not None and self._any_rank(trainer, not _all_finite(optimizer))
+        if not skipped or self._watch.waited >= _SCALER_WAIT:
             self._judge_gradients(trainer, pl_module)
             self._look_again(trainer, pl_module, optimizer)
             self._warn_about_rest(pl_module, optimizer)
         elif self._watch.judge:
             self._watch.waited += 1
             self._watch.drop()
-        self._record(trainer, pl_module)
 
     def _holds_gates(self, trainer: Any, optimizer: Any, pl_module: nn.Module) -> bool:
         """Whether this optimizer moves any gate: where some do, the others say nothing about gates."""
@@ -333,7 +337,7 @@ class ResidualInit(Callback):
         if self._watch.judged_now:
             self._watch.judged_now = False
             return
-        if waking is None or not waking.waiting or all(g["lr"] == 0 for g in optimizer.param_groups):
+        if waking is None or not self._watch.waiting or all(g["lr"] == 0 for g in optimizer.param_groups):
             return
         self.gradient_report = waking.step(pl_module)
         self._alarm(trainer)
@@ -349,9 +353,9 @@ class ResidualInit(Callback):
 
     def _warn_about_rest(self, pl_module: nn.Module, optimizer: Any) -> None:
         """An optimizer whose step is proportional to the weight's own norm (LARS, LAMB) never leaves zero."""
-        if self.plan is None or not self._watch.alive or self._watch.steps > _STEPS_TO_MOVE:
+        if self.plan is None or self._watch.judge or self._watch.steps > _STEPS_TO_MOVE:
             return
-        if self._watch.steps == _STEPS_TO_MOVE:
+        if self._watch.steps == _STEPS_TO_MOVE and self._watch.alive:
             resting = _resting(optimizer, pl_module, self.plan, self._watch.alive)
             if resting:
                 _warn(
@@ -365,8 +369,11 @@ class ResidualInit(Callback):
     def _alarm(self, trainer: Any) -> None:
         report = self.gradient_report
         assert report is not None
-        if self._agreed(trainer, not report.ok):
-            self._act(self.gradient, GradientError(str(report), report))
+        found = self._agreed(trainer, "" if report.ok else str(report))
+        if found:
+            self._act(self.gradient, GradientError(found, report))
+        waking = self._watch.waking
+        self._watch.waiting = self._any_rank(trainer, waking is not None and waking.waiting)
 
     def _warn_about_sizes(self) -> None:
         assert self.gradient_report is not None
@@ -393,10 +400,13 @@ class ResidualInit(Callback):
     def _record(self, trainer: Any, pl_module: nn.Module) -> None:
         self._watch.collect()
         moments = self._watch.moments
-        if self.plan is None or moments is None or not moments.update_called or self._watch.recorded:
+        if self.plan is None or moments is None or self._watch.recorded:
             return
-        gates = gate_statistics(pl_module, self.plan)
-        record = to_record(trainer.global_step, gates, moments)
+        moments.update(*torch.zeros(3, 2 * len(self.plan), device=moments.device))  # also where no block ran
+        record = to_record(trainer.global_step, gate_statistics(pl_module, self.plan), moments)
+        if bool(record.var_stream.isnan().all()):  # on no rank
+            self._watch.end_record()
+            return
         self.history.append(record.step, record.gates, record.var_stream, record.var_branch)
         self._watch.recorded = True
 
@@ -434,8 +444,14 @@ class ResidualInit(Callback):
 
     # ---------------------------------------------------------------- verdicts and state
 
-    def _agreed(self, trainer: Any, found: bool) -> bool:
-        """One rank's finding is every rank's: all of them raise, or none."""
+    def _agreed(self, trainer: Any, message: str) -> str:
+        """One rank's finding is every rank's, so that all of them raise, or none; "" when none found anything."""
+        if not trainer.strategy.reduce_boolean_decision(bool(message), all=False):
+            return ""
+        found = _of_every_rank(message)
+        return message or found
+
+    def _any_rank(self, trainer: Any, found: bool) -> bool:
         return bool(trainer.strategy.reduce_boolean_decision(found, all=False))
 
     def _act(self, policy: Policy, error: ResInitError) -> None:
@@ -494,11 +510,17 @@ class _Watch:
         self.waking: Waking | None = None
         self.waited, self.judged_now = 0, False
         self.alive: set[str] = set()
+        self.waiting = False  # for a gate asleep, on any rank
         self.steps = 0  # real ones since the verdict
         self.moments: Moments | None = None
         self.recorded = self.logs = False
         self._watcher: Watcher | None = None
         self._modes = contextlib.ExitStack()
+
+    @property
+    def due(self) -> bool:
+        """Whether the next optimizer step has something to judge."""
+        return self.judge or self.waiting or self.steps <= _STEPS_TO_MOVE
 
     def start(self, trainer: Any, model: nn.Module, plan: ResidualPlan, batch: Any) -> None:
         """Enter the modes for one forward."""
@@ -647,6 +669,15 @@ def _is_logging(trainer: Any) -> bool:
 
 def _accumulates(trainer: Any) -> bool:
     return bool(trainer.fit_loop._should_accumulate())
+
+
+def _of_every_rank(message: str) -> str:
+    """The first message that is none of this rank's silence, with the rank that has it."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return "on another rank, which says more."
+    messages: list[str] = [""] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(messages, message)
+    return next((f"on rank {rank}: {text}" for rank, text in enumerate(messages) if text), "")
 
 
 def _held(optimizers: Sequence[Any]) -> set[int]:
