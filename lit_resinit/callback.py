@@ -29,7 +29,7 @@ from lit_resinit.inputs import first_batch, training_step
 from lit_resinit.plan import ResidualPlan, Scheme, as_arguments, check_arguments, check_patterns, plan_forward
 from lit_resinit.report.tables import history_table
 from lit_resinit.schemes import apply_
-from lit_resinit.trace import Run, call_model, clean_name
+from lit_resinit.trace import Run, call_model, clean_name, is_sharded
 from lit_resinit.usefulness import measure_usefulness
 from lit_resinit.watch import History, Moments, Watcher, gate_statistics, metrics, to_record
 from lit_resinit.words import together
@@ -149,6 +149,7 @@ class ResidualInit(Callback):
         In the other verbs the gates that a checkpoint brings are inserted when it is loaded, and nothing else is done.
         """
         if stage == "fit":
+            _refuse_strategy(trainer.strategy)
             self._resumed, self._mark, self._slept = False, None, {}
             self._close_gates(trainer, pl_module)
         if applied_plan(pl_module) is None:
@@ -171,6 +172,7 @@ class ResidualInit(Callback):
             return
         if trainer.ckpt_path is not None:
             self._resumed = True
+        _refuse_sharded(pl_module)
         self._prepare(trainer, pl_module, late=True)
 
     def _recognise(self, trainer: Any, pl_module: nn.Module) -> bool:
@@ -601,6 +603,30 @@ def _may_come_later(pl_module: nn.Module) -> bool:
     return any(getattr(type(pl_module), n) is not getattr(base, n) for n in ("setup", "configure_model"))
 
 
+def _refuse_strategy(strategy: Any) -> None:
+    """Strategies after whose wrapping neither a gate nor its gradient can be read."""
+    names = {c.__name__ for c in type(strategy).__mro__} & {"FSDPStrategy", "DeepSpeedStrategy"}
+    if names:
+        raise ResInitError(
+            f"setting up under {min(names)}: expected parameters that keep their values and gradients, found a "
+            "strategy that packs them into flat buffers, where a gate can neither be closed later nor judged. Use "
+            "ModelParallelStrategy (FSDP2). Or close the gates yourself, with `apply_(self, make_plan(self, ...))` at "
+            "the end of `__init__`, check them once on one device with `Trainer(devices=1, fast_dev_run=True, "
+            "callbacks=[ResidualInit()])`, and train without the callback. Nothing was changed."
+        )
+
+
+def _refuse_sharded(pl_module: nn.Module) -> None:
+    """The forward of a sharded network cannot be traced: its parameters are put together while it runs."""
+    sharded = [n for n, p in pl_module.named_parameters() if is_sharded(p)]
+    if sharded:
+        raise ResInitError(
+            f"closing the gates: expected a network that is not sharded yet, found {len(sharded)} sharded parameters "
+            f"({together(sharded)}). In `configure_model`, after building and before `fully_shard`, call "
+            "`apply_(self.net, make_plan(self.net, ...))`; this callback recognises it. Nothing was changed."
+        )
+
+
 def _check_copies(trainer: Any, plan: ResidualPlan) -> None:
     """A callback that copied the module in its own ``setup`` would miss the parameters inserted now."""
     if not any(b.action == "insert" for b in plan.branches):
@@ -721,10 +747,10 @@ def _resting(optimizer: Any, pl_module: nn.Module, plan: ResidualPlan, alive: se
     """Gates and zero layers among ``alive`` that this optimizer holds, with a rate above zero, and that are closed."""
     stepped = {id(p) for group in optimizer.param_groups if group["lr"] != 0 for p in group["params"]}
     closing = {g.parameter: g for g in plan.gates} | dict.fromkeys(plan.zero_layers)
-    gaps: dict[str, Tensor] = {}
+    gaps: dict[str, Tensor] = {}  # of a sharded one the part that is here: the rank that has it warns
     for name, parameter in ((clean_name(n), p) for n, p in pl_module.named_parameters()):
         if name in closing and name in alive and id(parameter) in stepped:
-            gate, value = closing[name], parameter.detach()
+            gate, value = closing[name], getattr(parameter, "_local_tensor", parameter).detach()
             if gate is not None:
                 value = (value if gate.index is None else value[gate.index]) - gate.value
             peak = peak_of(value)

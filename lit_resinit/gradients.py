@@ -18,7 +18,7 @@ from lit_resinit.flow import Flow, GradientProbe, Reason
 from lit_resinit.gates import holds
 from lit_resinit.identity import IdentityReport, peak_of, to_host
 from lit_resinit.plan import ResidualPlan
-from lit_resinit.trace import clean_name
+from lit_resinit.trace import clean_name, is_sharded, whole
 from lit_resinit.words import in_columns, together, without_numbers
 
 Status = Literal["alive", "asleep", "dead", "missing", "nonfinite", "exploding"]
@@ -163,7 +163,9 @@ def check_gradients(model: nn.Module, plan: ResidualPlan, flow: Flow | None = No
 class _Judge:
     def __init__(self, model: nn.Module, plan: ResidualPlan, flow: Flow | None) -> None:
         self.plan, self.flow = plan, flow
-        self.parameters = {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
+        self.parameters: dict[str, nn.Parameter] = {
+            clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)
+        }
         self.judged = judged_parameters(plan)
         self.sizes = gradient_sizes(self.parameters)
         self.moving = self._moving() if flow is not None else set()
@@ -215,12 +217,13 @@ class _Judge:
 
     def _is_open(self, name: str) -> bool:
         gates = [g for g in self.plan.gates if g.parameter == name]
-        values = [self.parameters[name] if g.index is None else self.parameters[name][g.index] for g in gates]
+        value = whole(self.parameters[name])
+        values = [value if g.index is None else value[g.index] for g in gates]
         return bool(gates) and not any(holds(v, g.value) for v, g in zip(values, gates, strict=True))
 
     def _silent_elements(self, parameter: nn.Parameter) -> str:
         grad = parameter.grad
-        if grad is None or grad.numel() < 2 or grad.is_sparse:
+        if grad is None or grad.numel() < 2 or grad.is_sparse or is_sharded(grad):
             return ""
         silent = int((grad == 0).sum())
         return f"{silent} of {grad.numel()} elements have no gradient" if silent else ""
@@ -251,7 +254,7 @@ class _Judge:
         return [
             n
             for n in (j.name for j in self.judged)
-            if n in self.parameters and self.sizes.get(n) and holds(self.parameters[n], 0.0)
+            if n in self.parameters and self.sizes.get(n) and holds(whole(self.parameters[n]), 0.0)
         ]
 
     def _moving(self) -> set[str]:
@@ -391,14 +394,25 @@ class _Judge:
 
 
 def gradient_sizes(parameters: dict[str, nn.Parameter]) -> dict[str, float]:
-    """Largest absolute gradient of every parameter that has one, in one transfer."""
+    """Largest absolute gradient of every parameter that has one, in one transfer; of sharded ones over all ranks."""
     grads: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         grad = parameter.grad
         if grad is not None:
             peak = peak_of(grad.coalesce().values() if grad.is_sparse else grad)
             grads[name] = torch.zeros(()) if peak is None else peak
-    return dict(zip(grads, to_host(list(grads.values())), strict=True))
+    sizes = dict(zip(grads, to_host(list(grads.values())), strict=True))
+    sharded = [n for n, p in parameters.items() if is_sharded(p)]
+    return sizes | _largest_of_ranks({n: sizes.get(n) for n in sharded}, parameters) if sharded else sizes
+
+
+def _largest_of_ranks(sizes: dict[str, float | None], parameters: dict[str, nn.Parameter]) -> dict[str, float]:
+    """The sizes over all ranks: a shard may be empty, and a parameter is without gradient only where none has one."""
+    device = next(p.device for n, p in parameters.items() if n in sizes)
+    known = torch.tensor([-1.0 if s is None else s for s in sizes.values()], device=device)
+    known = known.nan_to_num(nan=math.inf, posinf=math.inf)
+    torch.distributed.all_reduce(known, torch.distributed.ReduceOp.MAX)
+    return {n: s for n, s in zip(sizes, known.tolist(), strict=True) if s >= 0.0}
 
 
 # -------------------------------------------------------------------- observing one step
@@ -552,7 +566,7 @@ class Waking:
 
     def _look(self, model: nn.Module, names: list[str]) -> GradientReport:
         parameters = {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
-        sizes = gradient_sizes({n: parameters[n] for n in names if n in parameters})
+        sizes = gradient_sizes({n: p for n, p in parameters.items() if n in self.report.gates})
         gates = dict(self.report.gates)
         for name in names:
             if name in parameters and not parameters[name].requires_grad:
