@@ -296,6 +296,8 @@ class ResidualInit(Callback):
         if self._watch.due:
             self._judge_step(trainer, pl_module, optimizer)
         self._record(trainer, pl_module)
+        if self._mark is not None:
+            self._mark.moved = True
 
     def _judge_step(self, trainer: Any, pl_module: nn.Module, optimizer: Any) -> None:
         skipped = trainer.scaler is not None and self._any_rank(trainer, not _all_finite(optimizer))
@@ -414,8 +416,6 @@ class ResidualInit(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Send the record to every logger; a batch without backward or optimizer step is tried again."""
-        if trainer.global_step and self._mark is not None:
-            self._mark.moved = True
         if self._watch.recorded:
             self._send(trainer)
             self._watch.end_record()

@@ -65,12 +65,13 @@ class GradientProbe(IdentityProbe):
         super()._finish(call, func, args, kwargs, out)
         self._fresh = [t for t in (out if isinstance(out, list | tuple) else (out,)) if isinstance(t, Tensor)]
 
-    def _leaf(self, tensor: Tensor, op: str, name: str, *, data: bool = False, learned: bool = False) -> int:
-        index = super()._leaf(tensor, op, name, data=data, learned=learned)
-        gathered = op == "parameter" and hasattr(self, "_parameter_names")
-        if gathered:
+    def _leaf(
+        self, tensor: Tensor, op: str, name: str, *, data: bool = False, learned: bool = False, anew: bool = False
+    ) -> int:
+        index = super()._leaf(tensor, op, name, data=data, learned=learned, anew=anew)
+        if anew:
             self._parameter_names[id(tensor)] = name
-        if gathered or op in ("input", "constant", "buffer"):
+        if anew or op in ("input", "constant", "buffer"):
             self._note_peak(index, tensor)
         return index
 

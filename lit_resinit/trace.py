@@ -266,8 +266,10 @@ class Recorder(TorchDispatchMode):
 
     # ---------------------------------------------------------------- values and memory
 
-    def _leaf(self, tensor: Tensor, op: str, name: str, *, data: bool = False, learned: bool = False) -> int:
-        known = self._find(tensor)
+    def _leaf(
+        self, tensor: Tensor, op: str, name: str, *, data: bool = False, learned: bool = False, anew: bool = False
+    ) -> int:
+        known = None if anew else self._find(tensor)
         if known is not None:
             return known
         index = self._add_node(op, (), -1, tuple(tensor.shape), name=name, data=data, learned=learned)
@@ -298,12 +300,13 @@ class Recorder(TorchDispatchMode):
         record.views[_geometry(tensor)] = index
 
     def node_of(self, tensor: Tensor, owner: str = "") -> int:
-        """Index of the node behind a tensor; one never seen before is a parameter of its owner, or else a constant."""
+        """Index of the node behind a tensor; an unknown one is a constant, or a parameter of the running module."""
         found = self._find(tensor)
-        if found is not None:
-            return found
-        name = self._gathered_name(tensor, owner)
-        return self._leaf(tensor, "parameter" if name else "constant", name, learned=bool(name))
+        if isinstance(tensor, nn.Parameter) and (found is None or self.graph.nodes[found].op != "parameter"):
+            name = self._gathered_name(tensor, owner)
+            if name:
+                return self._leaf(tensor, "parameter", name, learned=True, anew=True)
+        return self._leaf(tensor, "constant", "") if found is None else found
 
     def _gathered_name(self, tensor: Tensor, owner: str) -> str:
         """A sharded module runs with gathered parameters, which nobody has seen before it runs."""

@@ -61,7 +61,8 @@ def fit(root: Path, kind: str) -> None:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    try:
-        fit(Path(sys.argv[1]), sys.argv[2])
-    except ResInitError as error:
-        (Path(sys.argv[1]) / f"{sys.argv[2]}.txt").write_text(str(error))
+    for name in BLOCKS:
+        try:
+            fit(Path(sys.argv[1]), name)
+        except ResInitError as error:
+            (Path(sys.argv[1]) / f"{name}.txt").write_text(str(error))
