@@ -26,6 +26,8 @@ from lit_resinit.gradients import SLOW, GradientReport, Observation, Waking, gra
 from lit_resinit.identity import IdentityReport
 from lit_resinit.inputs import first_batch, training_step
 from lit_resinit.plan import ResidualPlan, Scheme, as_arguments, check_arguments, check_patterns, plan_forward
+from lit_resinit.report.files import check_report, is_page, replace_file
+from lit_resinit.report.page import LivePage, about_run, now
 from lit_resinit.report.tables import history_table
 from lit_resinit.schemes import applied_plan, apply_
 from lit_resinit.trace import Run, call_model, clean_name
@@ -64,7 +66,8 @@ class ResidualInit(Callback):
         on_ratio: Variance ratio from which a branch counts as switched on.
         log_every_n_steps: Steps between records; the Trainer's own setting when None.
         usefulness: Ablate every branch on a few validation batches at the end.
-        report: Path of a picture of the history, written at the end.
+        report: Path of a page that is rewritten while the run goes on (``.html``), or of a picture of the history that
+            is written at the end (``.png``, ``.pdf``, ``.svg``).
 
     Attributes:
         plan: The :class:`ResidualPlan`, after ``setup``.
@@ -119,6 +122,7 @@ class ResidualInit(Callback):
         self.gradient_report: GradientReport | None = None
         self.usefulness: dict[str, float] | None = None
         self._measure_usefulness = usefulness
+        self._page: LivePage | None = None
         self._resumed = False
         self._late: ResInitError | None = None
         self._watch = _Watch()
@@ -127,7 +131,10 @@ class ResidualInit(Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Find the branches and close their gates, once, at the start of a fresh training."""
-        if stage != "fit" or self._recognise(pl_module):
+        if stage != "fit":
+            return
+        self._check_report(trainer)
+        if self._recognise(pl_module):
             return
         self._resumed = False
         try:
@@ -136,6 +143,20 @@ class ResidualInit(Callback):
             if not _may_come_later(pl_module):
                 raise
             self._late = error
+
+    def _check_report(self, trainer: Any) -> None:
+        """A report that cannot be written is found now, and not after a night; every rank raises, or none."""
+        if self.report is None:
+            return
+        problem: ResInitError | None = None
+        if trainer.is_global_zero:
+            try:
+                check_report(self.report)
+            except ResInitError as error:
+                problem = error
+        if self._agreed(trainer, problem is not None):
+            raise problem or ResInitError(f"checking the report's path: rank 0 cannot write {self.report!r}.")
+        self._page = LivePage(self.report) if is_page(self.report) else None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Second chance for a network built in ``setup`` or ``configure_model``: closing only, no inserting."""
@@ -334,6 +355,7 @@ class ResidualInit(Callback):
         if self._watch.recorded:
             self._send(trainer)
             self._watch.end_record()
+            self._follow(trainer)
         if self._watch.observation is not None and not _accumulates(trainer):
             self._watch.drop()
 
@@ -353,10 +375,30 @@ class ResidualInit(Callback):
             self.usefulness = _usefulness(trainer, pl_module, self.plan)
         if trainer.is_global_zero:
             Console().print(history_table(self.plan, self.history))
-            if self.report is not None:
+            if self.report is not None and self._page is None:
                 from lit_resinit.report.figures import activation_figure
 
-                activation_figure(self.history).savefig(self.report)
+                replace_file(self.report, activation_figure(self.history).savefig)
+        self._follow(trainer, "finished", last=True)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: nn.Module) -> None:
+        """Rewrite the page, where that is due."""
+        if self.plan is not None:
+            self._follow(trainer)
+
+    def _follow(self, trainer: Any, state: str = "running", last: bool = False) -> None:
+        """Rewrite the page; a full disk is a reason to say so, and none to stop the training."""
+        if self._page is None or not trainer.is_global_zero or not (last or self._page.due):
+            return
+        try:
+            text = f"{state} at step {trainer.global_step}, written {now()}"
+            self._page.write(self.history, self._about(), text, last)
+        except OSError as error:
+            _warn(f"the page {self.report} could not be rewritten ({error}); the training goes on.")
+
+    def _about(self) -> dict[str, Any]:
+        woke = self._watch.waking.woke if self._watch.waking is not None else None
+        return about_run(self.plan, self.identity_report, self.gradient_report, woke, self.usefulness)
 
     # ---------------------------------------------------------------- verdicts and state
 
@@ -372,9 +414,11 @@ class ResidualInit(Callback):
             _warn(str(error))
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
-        """Leave no hook or mode behind."""
+        """Leave no hook or mode behind, and a page that says what stopped the run."""
         self._watch.close()
         _give_back_loader(trainer, pl_module)
+        if self.plan is not None:
+            self._follow(trainer, f"stopped by {type(exception).__name__}", last=True)
 
     def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
         """Leave no hook or mode behind, nor the bound ``log`` methods of the Trainer, which hold the module."""

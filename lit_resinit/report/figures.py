@@ -8,7 +8,35 @@ from lit_resinit.errors import ResInitError
 from lit_resinit.watch import History
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+def need_matplotlib() -> None:
+    """Make sure that matplotlib is there.
+
+    Raises:
+        ResInitError: If it is missing, naming the extra.
+    """
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise ResInitError(
+            "drawing the history: expected matplotlib, found none. Run `pip install lit-resinit[report]`."
+        ) from error
+
+
+def _empty(history: History) -> tuple[Figure, Axes]:
+    """A figure with one pair of axes, for a history with something in it."""
+    need_matplotlib()
+    if not len(history):
+        raise ResInitError(
+            "drawing the history: expected at least one record, found none. Train with the callback first."
+        )
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.0, 4.5), layout="constrained")
+    return figure, figure.add_subplot()
 
 
 def activation_figure(history: History, title: str = "Residual blocks switching on") -> Figure:
@@ -31,19 +59,9 @@ def activation_figure(history: History, title: str = "Residual blocks switching 
         >>> len(activation_figure(history).axes)
         2
     """
-    try:
-        from matplotlib.colors import LogNorm
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ResInitError(
-            "drawing the history: expected matplotlib, found none. Run `pip install lit-resinit[report]`."
-        ) from error
-    if not len(history):
-        raise ResInitError(
-            "drawing the history: expected at least one record, found none. Train with the callback first."
-        )
-    figure = Figure(figsize=(8.0, 4.5), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = _empty(history)
+    from matplotlib.colors import LogNorm
+
     steps, ratio = history.steps.tolist(), history.variance_ratio.T.numpy()
     lowest = max(history.on_ratio / 100, 1e-8)
     colours = ratio.clip(min=lowest)
