@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import math
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -123,6 +124,7 @@ class ResidualInit(Callback):
         self.usefulness: dict[str, float] | None = None
         self._measure_usefulness = usefulness
         self._page: LivePage | None = None
+        self._pictured: int | None = None
         self._resumed = False
         self._late: ResInitError | None = None
         self._watch = _Watch()
@@ -367,6 +369,19 @@ class ResidualInit(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=_step_index(trainer))
 
+    def _send_figure(self, trainer: Any) -> None:
+        """The heat map of a new record; matplotlib is an extra, without it loggers get numbers only."""
+        newest = int(self.history.steps[-1]) if len(self.history) else None
+        if newest is None or newest == self._pictured or trainer.fast_dev_run or not trainer.is_global_zero:
+            return
+        takers = [send for logger in trainer.loggers if (send := _takes_figures(logger)) is not None]
+        if takers and importlib.util.find_spec("matplotlib") is not None:
+            from lit_resinit.report.figures import activation_figure
+
+            self._pictured, figure = newest, activation_figure(self.history)
+            for send in takers:
+                send("resinit/blocks", figure, _step_index(trainer))
+
     def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
         """Print the table, and write what was asked for."""
         if self.plan is None or not len(self.history):
@@ -382,9 +397,10 @@ class ResidualInit(Callback):
         self._follow(trainer, "finished", last=True)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: nn.Module) -> None:
-        """Rewrite the page, where that is due."""
+        """Rewrite the page, where that is due, and give the picture to loggers that take one."""
         if self.plan is not None:
             self._follow(trainer)
+            self._send_figure(trainer)
 
     def _follow(self, trainer: Any, state: str = "running", last: bool = False) -> None:
         """Rewrite the page; a full disk is a reason to say so, and none to stop the training."""
@@ -595,6 +611,16 @@ def _step_index(trainer: Any) -> int:
 def _is_logging(trainer: Any) -> bool:
     every = trainer.log_every_n_steps
     return bool(every) and (_step_index(trainer) + 1) % every == 0
+
+
+def _takes_figures(logger: Any) -> Callable[[str, Any, int], None] | None:
+    """How a logger takes a figure: as W&B's (`log_image`), as TensorBoard's (`add_figure`), or not at all."""
+    if callable(log_image := getattr(logger, "log_image", None)):
+        return lambda name, figure, step: log_image(name, [figure], step=step)
+    add_figure = getattr(getattr(logger, "experiment", None), "add_figure", None)
+    if callable(add_figure):
+        return lambda name, figure, step: add_figure(name, figure, step, close=False)
+    return None
 
 
 def _accumulates(trainer: Any) -> bool:

@@ -117,7 +117,7 @@ def test_plotly_is_in_it_once_with_its_licence_and_nothing_is_fetched() -> None:
     assert fetched == []
 
 
-def test_names_cannot_leave_the_data(WIDTH) -> None:
+def test_names_cannot_leave_the_data() -> None:
     name = "</script><script>document.title='broken'</script>"
     text = page(History([name]))
     assert name not in text
