@@ -43,6 +43,8 @@ except ImportError:  # pragma: no cover - the older package has the same class u
 
 Policy = Literal["raise", "warn", "ignore"]
 _trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # their gates have moved: no identity to prove any more
+STILL = 0.01  # part of the median movement below which a gate has not moved
+_SETTLED = 5  # steps after which movements can be compared
 _SCALER_WAIT = 50  # steps that a gradient scaler may skip before its overflow counts as ours
 
 
@@ -388,13 +390,39 @@ class ResidualInit(Callback):
             return
         if self._measure_usefulness:
             self.usefulness = _usefulness(trainer, pl_module, self.plan)
+        now = gate_statistics(pl_module, self.plan).cpu()
         if trainer.is_global_zero:
-            Console().print(history_table(self.plan, self.history))
+            Console().print(history_table(self.plan, self.history, gate_max=now[1], step=trainer.global_step))
+            self._warn_about_still_gates(trainer, pl_module, self.history.movement(now[0], now[1]))
             if self.report is not None and self._page is None:
                 from lit_resinit.report.figures import activation_figure
 
                 replace_file(self.report, activation_figure(self.history).savefig)
         self._follow(trainer, "finished", last=True)
+
+    def _warn_about_still_gates(self, trainer: Any, pl_module: nn.Module, movement: Tensor) -> None:
+        """Awake, and yet hardly moved: the optimizer is to blame, or a dtype too coarse for its steps."""
+        assert self.plan is not None
+        moves = movement[~movement.isnan()]
+        if trainer.global_step < _SETTLED or not moves.numel() or not moves.median():
+            return
+        verdicts = self.gradient_report.gates if self.gradient_report is not None else {}
+        still = [
+            gate.parameter
+            for branch, distance in zip(self.plan.branches, movement.tolist(), strict=True)
+            for gate in branch.gates
+            if branch.action != "excluded" and distance < STILL * float(moves.median())
+            if gate.parameter not in verdicts or verdicts[gate.parameter].status == "alive"
+        ]
+        if still:
+            settings = _settings(trainer, pl_module)
+            listed = "; ".join(f"{name} ({settings.get(name, 'in no optimizer')})" for name in still[:6])
+            more = "" if len(still) <= 6 else f"; and {len(still) - 6} more"
+            _warn(
+                f"{len(still)} gate{'' if len(still) == 1 else 's'} with a gradient moved less than {STILL:.0%} of the median over all gates "
+                f"({float(moves.median()):.3g}) in {trainer.global_step} steps: {listed}{more}. Compare their "
+                "learning rate, weight decay and dtype with those of the others."
+            )
 
     def on_train_epoch_end(self, trainer: Any, pl_module: nn.Module) -> None:
         """Rewrite the page, where that is due, and give the picture to loggers that take one."""
@@ -653,6 +681,18 @@ def _check_optimizers(trainer: Any, pl_module: nn.Module, plan: ResidualPlan) ->
             f"weight_decay pulls on {len(scalars)} gates ({together(scalars)}); it holds them below what they want. "
             "Put them in a group of their own: `lit_resinit.param_groups(self, plan)`."
         )
+
+
+def _settings(trainer: Any, pl_module: nn.Module) -> dict[str, str]:
+    """Learning rate, weight decay and dtype of every parameter in an optimizer, by name."""
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    held = {id(p): group for group in groups for p in group["params"]}
+    return {
+        clean_name(n): f"learning rate {float(held[id(p)]['lr']):g}, weight decay "
+        f"{held[id(p)].get('weight_decay', 0):g}, {str(p.dtype).removeprefix('torch.')}"
+        for n, p in pl_module.named_parameters()
+        if id(p) in held
+    }
 
 
 def _usefulness(trainer: Any, pl_module: Any, plan: ResidualPlan, batches: int = 4) -> dict[str, float]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import zipfile
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torchmetrics
@@ -22,6 +23,9 @@ from lit_resinit.gates import Gate
 from lit_resinit.identity import mean_and_variance
 from lit_resinit.plan import Branch, ResidualPlan
 from lit_resinit.trace import clean_name, is_not_forward, locate, measuring, module_names
+
+if TYPE_CHECKING:
+    import pandas
 
 QUANTITIES = ("gate", "gate_max", "gate_grad", "var_stream", "var_branch", "variance_ratio", "saliency")
 
@@ -211,7 +215,10 @@ class History:
     Args:
         branches: Branch names, in plan order.
         on_ratio: Variance ratio from which a branch counts as switched on, dimensionless.
-        limit: Largest number of records kept.
+        limit: Largest number of records kept, at least 2.
+
+    Raises:
+        ValueError: If the limit leaves no room for the first and the last record.
 
     Attributes:
         steps: Optimizer steps, int64 ``(records,)``.
@@ -240,6 +247,8 @@ class History:
     saliency: Tensor
 
     def __init__(self, branches: Sequence[str], on_ratio: float = 1e-3, limit: int = 2000) -> None:
+        if limit < 2:
+            raise ValueError(f"Expected argument `limit` to be at least 2 but got {limit!r}")
         self.branches = list(branches)
         self.on_ratio, self.limit = on_ratio, limit
         self._rows: list[tuple[int, Tensor]] = []
@@ -299,6 +308,42 @@ class History:
         on = [(step, -ratio[i], name) for i, (name, step) in enumerate(self.switched_on().items()) if step is not None]
         return [name for _, _, name in sorted(on)]
 
+    def movement(self, gate: Tensor, gate_max: Tensor) -> Tensor:
+        """How far each gate has moved since the first record, by its size or its largest element.
+
+        Args:
+            gate: Gate now, as in :attr:`gate`, ``(branches,)``.
+            gate_max: Largest absolute gate now, ``(branches,)``.
+
+        Returns:
+            ``(branches,)``, NaN where a branch has no gate or nothing was recorded.
+        """
+        if not self._rows:
+            return torch.full_like(gate, math.nan)
+        first = self._rows[0][1]
+        return torch.maximum((gate - first[0]).abs(), (gate_max - first[1]).abs())
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """A tidy table: one row for each record and branch.
+
+        Returns:
+            Columns ``step``, ``branch``, then every quantity of :class:`History`.
+
+        Raises:
+            ResInitError: If pandas is missing.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ResInitError(
+                "turning the history into a table: expected pandas, found none. Run `pip install lit-resinit[pandas]`."
+            ) from error
+        columns: dict[str, Any] = {
+            "step": self.steps.repeat_interleave(len(self.branches)).numpy(),
+            "branch": self.branches * len(self),
+        }
+        return pandas.DataFrame(columns | {q: getattr(self, q).flatten().numpy() for q in QUANTITIES})
+
     def to_dict(self) -> dict[str, Any]:
         """Everything in plain types (numbers, strings, lists, tensors)."""
         quantities = {q: getattr(self, q) for q in QUANTITIES}
@@ -332,8 +377,13 @@ class History:
         """
         import numpy as np
 
-        with np.load(path, allow_pickle=False) as archive:
-            values = {k: archive[k] for k in archive.files}
+        try:
+            with np.load(path, allow_pickle=False) as archive:
+                values = {k: archive[k] for k in archive.files}
+        except (ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
+            raise ResInitError(
+                f"reading a history from {path}: expected the archive of `History.save`, found another kind of file"
+            ) from error
         if not {"branches", "steps", *QUANTITIES} <= set(values):
             raise ResInitError(
                 f"reading a history from {path}: expected the archive of `History.save`, found {sorted(values)}"
