@@ -32,7 +32,7 @@ from lit_resinit.report.page import LivePage, about_run, now
 from lit_resinit.report.tables import history_table
 from lit_resinit.schemes import applied_plan, apply_
 from lit_resinit.trace import Run, call_model, clean_name
-from lit_resinit.usefulness import measure_usefulness
+from lit_resinit.usefulness import Agreement, agreements, measure_usefulness
 from lit_resinit.watch import History, Moments, Watcher, gate_statistics, metrics, to_record
 from lit_resinit.words import together
 
@@ -78,6 +78,7 @@ class ResidualInit(Callback):
         identity_report: The :class:`IdentityReport` of the first step.
         gradient_report: The :class:`GradientReport` of the last judged step.
         usefulness: Loss with a gate closed minus loss, by branch, after a run with ``usefulness=True``; else None.
+        agreements: How usefulness agrees with early switching on, and with its first-order estimate; else empty.
 
     Raises:
         NoBranchError: In ``setup``, for a network without a residual branch.
@@ -124,6 +125,7 @@ class ResidualInit(Callback):
         self.identity_report: IdentityReport | None = None
         self.gradient_report: GradientReport | None = None
         self.usefulness: dict[str, float] | None = None
+        self.agreements: tuple[Agreement, ...] = ()
         self._measure_usefulness = usefulness
         self._page: LivePage | None = None
         self._pictured: int | None = None
@@ -390,9 +392,12 @@ class ResidualInit(Callback):
             return
         if self._measure_usefulness:
             self.usefulness = _usefulness(trainer, pl_module, self.plan)
+            self.agreements = agreements(self.history, self.usefulness)
         now = gate_statistics(pl_module, self.plan).cpu()
         if trainer.is_global_zero:
             Console().print(history_table(self.plan, self.history, gate_max=now[1], step=trainer.global_step))
+            for agreement in self.agreements:
+                Console().print(str(agreement), highlight=False)
             self._warn_about_still_gates(trainer, pl_module, self.history.movement(now[0], now[1]))
             if self.report is not None and self._page is None:
                 from lit_resinit.report.figures import activation_figure
@@ -418,8 +423,9 @@ class ResidualInit(Callback):
             settings = _settings(trainer, pl_module)
             listed = "; ".join(f"{name} ({settings.get(name, 'in no optimizer')})" for name in still[:6])
             more = "" if len(still) <= 6 else f"; and {len(still) - 6} more"
+            number = f"{len(still)} gate{'' if len(still) == 1 else 's'}"
             _warn(
-                f"{len(still)} gate{'' if len(still) == 1 else 's'} with a gradient moved less than {STILL:.0%} of the median over all gates "
+                f"{number} with a gradient moved less than {STILL:.0%} of the median over all gates "
                 f"({float(moves.median()):.3g}) in {trainer.global_step} steps: {listed}{more}. Compare their "
                 "learning rate, weight decay and dtype with those of the others."
             )
@@ -442,7 +448,8 @@ class ResidualInit(Callback):
 
     def _about(self) -> dict[str, Any]:
         woke = self._watch.waking.woke if self._watch.waking is not None else None
-        return about_run(self.plan, self.identity_report, self.gradient_report, woke, self.usefulness)
+        told = " ".join(str(a) for a in self.agreements)
+        return about_run(self.plan, self.identity_report, self.gradient_report, woke, self.usefulness, told)
 
     # ---------------------------------------------------------------- verdicts and state
 
@@ -708,7 +715,8 @@ def _usefulness(trainer: Any, pl_module: Any, plan: ResidualPlan, batches: int =
             raise ResInitError("measuring usefulness: expected training_step to return a loss, found none.")
         return loss
 
-    return measure_usefulness(pl_module, plan, kept, loss_fn)
+    shows = trainer.is_global_zero and trainer.progress_bar_callback is not None
+    return measure_usefulness(pl_module, plan, kept, loss_fn, progress=shows)
 
 
 def _warn(message: str) -> None:

@@ -561,6 +561,20 @@ def test_report_and_usefulness_are_written_when_asked_for(tmp_path: Path) -> Non
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("depth", [2, 12])
+def test_what_was_measured_of_usefulness_is_printed(
+    depth: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = ResidualInit(usefulness=True, on_ratio=1e-12, report=str(tmp_path / "run.html"))
+    trainer(tmp_path, ours).fit(Classifier(stack(Scaled, depth)), data(WIDTH), data(WIDTH))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert len(ours.agreements) == 2
+    for agreement in ours.agreements:
+        assert str(agreement) in printed
+        assert str(agreement) in (tmp_path / "run.html").read_text()
+    assert ("no rank correlation over 2 branches" in printed) == (depth == 2)
+
+
 # -------------------------------------------------------------------- no trace
 
 
