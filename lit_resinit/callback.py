@@ -28,7 +28,7 @@ from lit_resinit.identity import IdentityReport
 from lit_resinit.inputs import first_batch, training_step
 from lit_resinit.plan import ResidualPlan, Scheme, as_arguments, check_arguments, check_patterns, plan_forward
 from lit_resinit.report.files import check_report, is_page, replace_file
-from lit_resinit.report.page import LivePage, about_run, now
+from lit_resinit.report.page import LivePage, about_run, clock, later
 from lit_resinit.report.tables import history_table
 from lit_resinit.schemes import applied_plan, apply_
 from lit_resinit.trace import Run, call_model, clean_name
@@ -129,6 +129,7 @@ class ResidualInit(Callback):
         self._measure_usefulness = usefulness
         self._page: LivePage | None = None
         self._pictured: int | None = None
+        self._before: dict[str, Any] | None = None  # what was known of the run when its checkpoint was written
         self._resumed = False
         self._late: ResInitError | None = None
         self._watch = _Watch()
@@ -441,7 +442,7 @@ class ResidualInit(Callback):
         if self._page is None or not trainer.is_global_zero or not (last or self._page.due):
             return
         try:
-            text = f"{state} at step {trainer.global_step}, written {now()}"
+            text = f"{state} at step {trainer.global_step}, written {clock()}"
             self._page.write(self.history, self._about(), text, last)
         except OSError as error:
             _warn(f"the page {self.report} could not be rewritten ({error}); the training goes on.")
@@ -449,7 +450,8 @@ class ResidualInit(Callback):
     def _about(self) -> dict[str, Any]:
         woke = self._watch.waking.woke if self._watch.waking is not None else None
         told = " ".join(str(a) for a in self.agreements)
-        return about_run(self.plan, self.identity_report, self.gradient_report, woke, self.usefulness, told)
+        now = about_run(self.plan, self.identity_report, self.gradient_report, woke, self.usefulness, told)
+        return now if self._before is None else later(self._before, now)
 
     # ---------------------------------------------------------------- verdicts and state
 
@@ -480,11 +482,12 @@ class ResidualInit(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Plain types only, so that the checkpoint loads with ``weights_only=True``."""
-        return {"closed": self.plan is not None, "history": self.history.to_dict()}
+        return {"closed": self.plan is not None, "history": self.history.to_dict(), "about": self._about()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the history of the run that is resumed."""
         self._resumed = bool(state_dict["closed"])
+        self._before = state_dict.get("about")
         history = History.from_dict(state_dict["history"])
         if not self.history.branches or history.branches == self.history.branches:
             self.history = history

@@ -101,6 +101,28 @@ def about_run(
     return about
 
 
+def later(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """What is known of a resumed run: the verdicts of its beginning, unless there are newer ones.
+
+    Args:
+        before: What :func:`about_run` returned before the interruption.
+        now: What it returns now.
+
+    Returns:
+        A dictionary like both.
+
+    Example:
+        >>> later(about_run(None) | {"start": "proven"}, about_run(None))["start"]
+        'proven'
+    """
+    merged = {key: value if value else before.get(key, value) for key, value in now.items()}
+    merged["verdicts"] = {**before.get("verdicts", {}), **now["verdicts"]}
+    for name, branch in now["branches"].items():
+        old = before.get("branches", {}).get(name, {})
+        merged["branches"][name] = {key: value if value else old.get(key, value) for key, value in branch.items()}
+    return merged
+
+
 def _start(identity: IdentityReport | None) -> str:
     if identity is None:
         return ""
@@ -357,6 +379,6 @@ def _decades(values: Tensor) -> float:
     return float((positive.max() / positive.min()).log10()) if positive.numel() else 0.0
 
 
-def now() -> str:
+def clock() -> str:
     """The time of writing, for people."""
     return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
