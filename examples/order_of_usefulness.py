@@ -10,11 +10,16 @@ first are those without which the loss rises most.
 
 from __future__ import annotations
 
+import argparse
+import logging
+import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy

@@ -71,6 +71,9 @@ class ResidualInit(Callback):
         usefulness: Ablate every branch on a few validation batches at the end.
         report: Path of a page that is rewritten while the run goes on (``.html``), or of a picture of the history that
             is written at the end (``.png``, ``.pdf``, ``.svg``).
+        per_branch: Whether loggers get every quantity of every branch, or quantiles; the former up to 64 branches when
+            None.
+        progress_bar: Show ``blocks on/<branches>`` in the Trainer's progress bar.
 
     Attributes:
         plan: The :class:`ResidualPlan`, after ``setup``.
@@ -110,6 +113,8 @@ class ResidualInit(Callback):
         log_every_n_steps: int | None = None,
         usefulness: bool = False,
         report: str | None = None,
+        per_branch: bool | None = None,
+        progress_bar: bool = False,
     ) -> None:
         super().__init__()
         _check_options(scheme, include, exclude, identity, gradient, patience, on_ratio, log_every_n_steps)
@@ -120,6 +125,7 @@ class ResidualInit(Callback):
         self.overwrite_trained, self.patience = overwrite_trained, patience
         self.on_ratio, self.log_every_n_steps = on_ratio, log_every_n_steps
         self.report = report
+        self.per_branch, self.progress_bar = per_branch, progress_bar
         self.plan: ResidualPlan | None = None
         self.history = History([], on_ratio)
         self.identity_report: IdentityReport | None = None
@@ -360,19 +366,23 @@ class ResidualInit(Callback):
         if trainer.global_step:
             _trained.add(pl_module)
         if self._watch.recorded:
-            self._send(trainer)
+            self._send(trainer, pl_module)
             self._watch.end_record()
             self._follow(trainer)
         if self._watch.observation is not None and not _accumulates(trainer):
             self._watch.drop()
 
-    def _send(self, trainer: Any) -> None:
-        values = metrics(self.history)
+    def _send(self, trainer: Any, pl_module: nn.Module) -> None:
+        """One call to each logger; the progress bar only where that was asked for."""
+        values = metrics(self.history, self.per_branch)
         aggregates = {k: torch.tensor(v) for k, v in values.items() if k.count("/") == 1}
         trainer.callback_metrics.update(aggregates)
         if self._watch.logs:
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=_step_index(trainer))
+        if self.progress_bar and trainer.progress_bar_callback is not None:
+            name = f"blocks on/{len(self.history.branches)}"
+            pl_module.log(name, values["resinit/switched_on"], prog_bar=True, logger=False)  # type: ignore[operator]
 
     def _send_figure(self, trainer: Any) -> None:
         """The heat map of a new record; matplotlib is an extra, without it loggers get numbers only."""

@@ -120,7 +120,7 @@ def _inspect(options: argparse.Namespace) -> int:
     apply_(model, plan, overwrite_trained=options.overwrite_trained)
     model.train()
     with observe(model, plan, inputs) as seen:
-        _random_projection(model(*inputs)).backward()  # type: ignore[no-untyped-call]
+        _random_projection(model(*inputs)).backward()
     identity, gradients = seen.identity, seen.gradients
     good = identity.ok and gradients.ok
     if options.json:

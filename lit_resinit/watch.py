@@ -27,6 +27,8 @@ from lit_resinit.trace import clean_name, is_not_forward, locate, measuring, mod
 if TYPE_CHECKING:
     import pandas
 
+_NAMED = 64  # branches up to which each has logger keys of its own; a run with more would drown in them
+
 QUANTITIES = ("gate", "gate_max", "gate_grad", "var_stream", "var_branch", "variance_ratio", "saliency")
 
 
@@ -409,13 +411,18 @@ def to_record(step: int, gates: Tensor, moments: Moments) -> Recorded:
     return Recorded(step, host[:4], host[4], host[5])
 
 
-def metrics(history: History, per_branch_up_to: int = 64) -> dict[str, float]:
+def metrics(history: History, per_branch: bool | None = None) -> dict[str, float]:
     """The newest record as logger keys, the same set at every step.
+
+    Args:
+        history: A history with at least one record.
+        per_branch: Whether every branch has keys of its own; up to 64 branches when None.
 
     Logged: ``resinit/switched_on`` (number of branches), ``resinit/gate_max``, ``resinit/variance_ratio_max`` and
     ``resinit/variance_ratio_min``; up to 64 branches ``resinit/<quantity>/<branch>`` for every quantity of
     :class:`History`, beyond that their quantiles ``resinit/<quantity>/q10``, ``q50`` and ``q90``.
     """
+    named_branches = len(history.branches) <= _NAMED if per_branch is None else per_branch
     values = {q: history.newest(q) for q in QUANTITIES}
     ratio = values["variance_ratio"]
     result = {
@@ -425,7 +432,7 @@ def metrics(history: History, per_branch_up_to: int = 64) -> dict[str, float]:
         "resinit/variance_ratio_min": _safe(ratio, min),
     }
     for quantity, row in values.items():
-        if len(history.branches) <= per_branch_up_to:
+        if named_branches:
             named = zip(history.branches, row.tolist(), strict=True)
             result |= {f"resinit/{quantity}/{log_name(b)}": v for b, v in named}
         else:
