@@ -311,7 +311,7 @@ class History:
         return [name for _, _, name in sorted(on)]
 
     def movement(self, gate: Tensor, gate_max: Tensor) -> Tensor:
-        """How far each gate has moved since the first record, by its size or its largest element.
+        """How far each gate has ever been from where it was at the first record, by its size or its largest element.
 
         Args:
             gate: Gate now, as in :attr:`gate`, ``(branches,)``.
@@ -322,8 +322,8 @@ class History:
         """
         if not self._rows:
             return torch.full_like(gate, math.nan)
-        first = self._rows[0][1]
-        return torch.maximum((gate - first[0]).abs(), (gate_max - first[1]).abs())
+        rows = torch.stack([row[:2] for _, row in self._rows] + [torch.stack([gate, gate_max])])
+        return (rows - rows[0]).abs().amax(dim=(0, 1))
 
     def to_pandas(self) -> pandas.DataFrame:
         """A tidy table: one row for each record and branch.

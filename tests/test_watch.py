@@ -287,11 +287,13 @@ def test_small_limits_keep_both_ends(limit: int, records: int) -> None:
     assert (history.steps[0], history.steps[-1]) == (0, 10 * (records - 1))
 
 
-def test_movement_is_counted_from_the_first_record() -> None:
-    history = History(["a", "b"])
-    history.append(0, torch.tensor([[0.5, 0.0], [0.5, 0.0], [0.0, 0.0], [0.0, 0.0]]), torch.ones(2), torch.ones(2))
-    history.append(1, torch.full((4, 2), 9.0), torch.ones(2), torch.ones(2))
-    assert history.movement(torch.tensor([-0.5, 0.1]), torch.tensor([0.5, 0.3])).tolist() == pytest.approx([1.0, 0.3])
+def test_movement_is_the_farthest_from_the_first_record() -> None:
+    history = History(["a", "b", "c"])
+    for gate in ([0.5, 0.0, 0.0], [0.5, 0.0, 0.7]):  # c goes away and comes back
+        row = torch.tensor(gate)
+        history.append(len(history), torch.stack([row, row, row, row]), torch.ones(3), torch.ones(3))
+    found = history.movement(torch.tensor([-0.5, 0.1, 0.0]), torch.tensor([0.5, 0.3, 0.0]))
+    assert found.tolist() == pytest.approx([1.0, 0.3, 0.7])
     assert History(["a"]).movement(torch.ones(1), torch.ones(1)).isnan().all()
 
 
