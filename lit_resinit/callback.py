@@ -134,7 +134,7 @@ class ResidualInit(Callback):
         self.agreements: tuple[Agreement, ...] = ()
         self._measure_usefulness = usefulness
         self._page: LivePage | None = None
-        self._pictured: int | None = None
+        self._unpictured = False  # whether a record came after the last picture
         self._before: dict[str, Any] | None = None  # what was known of the run when its checkpoint was written
         self._resumed = False
         self._late: ResInitError | None = None
@@ -367,6 +367,7 @@ class ResidualInit(Callback):
             _trained.add(pl_module)
         if self._watch.recorded:
             self._send(trainer, pl_module)
+            self._unpictured = True
             self._watch.end_record()
             self._follow(trainer)
         if self._watch.observation is not None and not _accumulates(trainer):
@@ -386,14 +387,13 @@ class ResidualInit(Callback):
 
     def _send_figure(self, trainer: Any) -> None:
         """The heat map of a new record; matplotlib is an extra, without it loggers get numbers only."""
-        newest = int(self.history.steps[-1]) if len(self.history) else None
-        if newest is None or newest == self._pictured or trainer.fast_dev_run or not trainer.is_global_zero:
+        if not self._unpictured or trainer.fast_dev_run or not trainer.is_global_zero:
             return
         takers = [send for logger in trainer.loggers if (send := _takes_figures(logger)) is not None]
         if takers and importlib.util.find_spec("matplotlib") is not None:
             from lit_resinit.report.figures import activation_figure
 
-            self._pictured, figure = newest, activation_figure(self.history)
+            self._unpictured, figure = False, activation_figure(self.history)
             for send in takers:
                 send("resinit/blocks", figure, _step_index(trainer))
 
