@@ -139,6 +139,8 @@ class _Finder:
             for link in chain
             if link.node in self.found and link.region is None and link not in above
         ]
+        if self._cancels(chain, branch):
+            return None
         for link, start in starts:
             interior = self._interior(start, branch)
             if interior is not None and self._is_branch(start.node, branch, interior, address.block):
@@ -151,8 +153,16 @@ class _Finder:
 
     def _is_negated(self, link: _Link) -> bool:
         """A value that is subtracted from something is no stream that goes on."""
+        return self._factor_of(link) < 0
+
+    def _factor_of(self, link: _Link) -> float:
         numbers = (self.nodes[i].number for i in link.scales)
-        return math.prod(n for n in numbers if n is not None) < 0
+        return math.prod(n for n in numbers if n is not None)
+
+    def _cancels(self, chain: list[_Link], branch: int) -> bool:
+        """``x + (f(x) - x)`` is ``f(x)``: a straight-through estimator, no stream that goes on."""
+        skip = {link.node: self._factor_of(link) for link in chain if link.region is None}
+        return any(skip.get(node) == -factor for node, factor in self._summands(branch))
 
     def _stream_chain(self, start: int) -> list[_Link]:
         """The values a summand shows, from itself back through views, padding, pooling and factors."""
@@ -309,19 +319,22 @@ class _Finder:
         summands = self._summands(end)
         pooled = math.prod(self.nodes[start].shape) > math.prod(self.nodes[end].shape)
         return (len(summands) > 1 or pooled) and all(
-            _Depth(self, start, interior).of(s) == (1, False) for s in summands if s in interior
+            _Depth(self, start, interior).of(s) == (1, False) for s, _ in summands if s in interior
         )
 
-    def _summands(self, end: int) -> list[int]:
-        stack, leaves = [end], []
+    def _summands(self, end: int) -> list[tuple[int, float]]:
+        """The values that a sum adds up, with their constant factors."""
+        stack, leaves = [(end, 1.0)], []
         while stack:
-            node = self.nodes[stack.pop()]
-            if node.op == "add" and all(self.nodes[i].data for i in node.inputs) and node.index not in self.found:
-                stack.extend(node.inputs)
+            index, factor = stack.pop()
+            node = self.nodes[index]
+            if node.op == "add" and all(self.nodes[i].data for i in node.inputs) and index not in self.found:
+                stack += [(i, factor) for i in node.inputs]
             elif node.op in ("view", "scale", "clone") or (node.op == "shift" and node.number == 0):
-                stack.append(node.inputs[0])
+                number = node.number if node.op == "scale" else 1.0
+                stack.append((node.inputs[0], factor * (math.nan if number is None else number)))
             else:
-                leaves.append(node.index)
+                leaves.append((index, factor))
         return leaves
 
     def _is_u_shaped(self, start: int, end: int, interior: frozenset[int], block: str) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import math
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -27,10 +28,12 @@ from lit_resinit.hooks import Applied, LoadHook, applied_plan, inserted_gates, m
 from lit_resinit.identity import IdentityReport, peak_of, to_host
 from lit_resinit.inputs import first_batch, training_step
 from lit_resinit.plan import ResidualPlan, Scheme, as_arguments, check_arguments, check_patterns, plan_forward
+from lit_resinit.report.files import check_report, is_page, replace_file
+from lit_resinit.report.page import LivePage, about_run, clock, later
 from lit_resinit.report.tables import history_table
 from lit_resinit.schemes import apply_
-from lit_resinit.trace import Run, call_model, clean_name, is_sharded
-from lit_resinit.usefulness import measure_usefulness
+from lit_resinit.trace import Run, call_model, clean_name, is_sharded, local
+from lit_resinit.usefulness import Agreement, agreements, measure_usefulness
 from lit_resinit.watch import History, Moments, Watcher, gate_statistics, metrics, to_record
 from lit_resinit.words import together
 
@@ -54,6 +57,8 @@ else:
     Callback = _callback_class()
 
 Policy = Literal["raise", "warn", "ignore"]
+STILL = 0.01  # part of the median movement below which a gate has not moved
+_SETTLED = 5  # steps after which movements can be compared
 _STEPS_TO_MOVE = 2  # steps after which a gate with a gradient should have left its closing value
 _SCALER_WAIT = 50  # steps that a gradient scaler may skip before its overflow counts as ours
 
@@ -79,7 +84,11 @@ class ResidualInit(Callback):
         on_ratio: Variance ratio from which a branch counts as switched on.
         log_every_n_steps: Steps between records; the Trainer's own setting when None.
         usefulness: Ablate every branch on a few validation batches at the end.
-        report: Path of a picture of the history, written at the end.
+        report: Path of a page that is rewritten while the run goes on (``.html``), or of a picture of the history that
+            is written at the end (``.png``, ``.pdf``, ``.svg``).
+        per_branch: Whether loggers get every quantity of every branch, or quantiles; the former up to 64 branches when
+            None.
+        progress_bar: Show ``blocks on/<branches>`` in the Trainer's progress bar.
 
     Attributes:
         plan: The :class:`ResidualPlan`, after ``setup``.
@@ -87,6 +96,7 @@ class ResidualInit(Callback):
         identity_report: The :class:`IdentityReport` of the first step.
         gradient_report: The :class:`GradientReport` of the last judged step.
         usefulness: Loss with a gate closed minus loss, by branch, after a run with ``usefulness=True``; else None.
+        agreements: How usefulness agrees with early switching on, and with its first-order estimate; else empty.
 
     Raises:
         NoBranchError: In ``setup``, for a network without a residual branch.
@@ -118,6 +128,8 @@ class ResidualInit(Callback):
         log_every_n_steps: int | None = None,
         usefulness: bool = False,
         report: str | None = None,
+        per_branch: bool | None = None,
+        progress_bar: bool = False,
     ) -> None:
         super().__init__()
         _check_options(scheme, include, exclude, identity, gradient, patience, on_ratio, log_every_n_steps)
@@ -128,12 +140,17 @@ class ResidualInit(Callback):
         self.overwrite_trained, self.patience = overwrite_trained, patience
         self.on_ratio, self.log_every_n_steps = on_ratio, log_every_n_steps
         self.report = report
+        self.per_branch, self.progress_bar = per_branch, progress_bar
         self.plan: ResidualPlan | None = None
         self.history = History([], on_ratio)
         self.identity_report: IdentityReport | None = None
         self.gradient_report: GradientReport | None = None
         self.usefulness: dict[str, float] | None = None
+        self.agreements: tuple[Agreement, ...] = ()
         self._measure_usefulness = usefulness
+        self._page: LivePage | None = None
+        self._unpictured = False  # whether a record came after the last picture
+        self._before: dict[str, Any] | None = None  # what was known of the run when its checkpoint was written
         self._resumed = False
         self._late: ResInitError | None = None
         self._mark: Applied | None = None
@@ -150,6 +167,7 @@ class ResidualInit(Callback):
         """
         if stage == "fit":
             _refuse_strategy(trainer.strategy)
+            self._check_report(trainer)
             self._resumed, self._mark, self._slept = False, None, {}
             self._close_gates(trainer, pl_module)
         if applied_plan(pl_module) is None:
@@ -164,6 +182,20 @@ class ResidualInit(Callback):
             if not _may_come_later(pl_module):
                 raise
             self._late = error
+
+    def _check_report(self, trainer: Any) -> None:
+        """A report that cannot be written is found now, and not after a night; every rank raises, or none."""
+        if self.report is None:
+            return
+        problem: ResInitError | None = None
+        if trainer.is_global_zero:
+            try:
+                check_report(self.report)
+            except ResInitError as error:
+                problem = error
+        if self._any_rank(trainer, problem is not None):
+            raise problem or ResInitError(f"checking the report's path: rank 0 cannot write {self.report!r}.")
+        self._page = LivePage(self.report) if is_page(self.report) else None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Second chance for a network built in ``setup`` or ``configure_model``: closing only, no inserting."""
@@ -417,18 +449,36 @@ class ResidualInit(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Send the record to every logger; a batch without backward or optimizer step is tried again."""
         if self._watch.recorded:
-            self._send(trainer)
+            self._send(trainer, pl_module)
+            self._unpictured = True
             self._watch.end_record()
+            self._follow(trainer)
         if self._watch.observation is not None and not _accumulates(trainer):
             self._watch.drop()
 
-    def _send(self, trainer: Any) -> None:
-        values = metrics(self.history)
+    def _send(self, trainer: Any, pl_module: nn.Module) -> None:
+        """One call to each logger; the progress bar only where that was asked for."""
+        values = metrics(self.history, self.per_branch)
         aggregates = {k: torch.tensor(v) for k, v in values.items() if k.count("/") == 1}
         trainer.callback_metrics.update(aggregates)
         if self._watch.logs:
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=_step_index(trainer))
+        if self.progress_bar and trainer.progress_bar_callback is not None:
+            name = f"blocks on/{len(self.history.branches)}"
+            pl_module.log(name, values["resinit/switched_on"], prog_bar=True, logger=False)  # type: ignore[operator]
+
+    def _send_figure(self, trainer: Any) -> None:
+        """The heat map of a new record; matplotlib is an extra, without it loggers get numbers only."""
+        if not self._unpictured or trainer.fast_dev_run or not trainer.is_global_zero:
+            return
+        takers = [send for logger in trainer.loggers if (send := _takes_figures(logger)) is not None]
+        if takers and importlib.util.find_spec("matplotlib") is not None:
+            from lit_resinit.report.figures import activation_figure
+
+            self._unpictured, figure = False, activation_figure(self.history)
+            for send in takers:
+                send("resinit/blocks", figure, _step_index(trainer))
 
     def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
         """Print the table, and write what was asked for."""
@@ -437,12 +487,65 @@ class ResidualInit(Callback):
             return
         if self._measure_usefulness:
             self.usefulness = _usefulness(trainer, pl_module, self.plan)
+            self.agreements = agreements(self.history, self.usefulness)
+        now = gate_statistics(pl_module, self.plan).cpu()
         if trainer.is_global_zero:
-            Console().print(history_table(self.plan, self.history))
-            if self.report is not None:
+            Console().print(history_table(self.plan, self.history, gate_max=now[1], step=trainer.global_step))
+            for agreement in self.agreements:
+                Console().print(str(agreement), highlight=False)
+            self._warn_about_still_gates(trainer, pl_module, self.history.movement(now[0], now[1]))
+            if self.report is not None and self._page is None:
                 from lit_resinit.report.figures import activation_figure
 
-                activation_figure(self.history).savefig(self.report)
+                replace_file(self.report, activation_figure(self.history).savefig)
+        self._follow(trainer, "finished", last=True)
+
+    def _warn_about_still_gates(self, trainer: Any, pl_module: nn.Module, movement: Tensor) -> None:
+        """Awake, and yet hardly moved: the optimizer is to blame, or a dtype too coarse for its steps."""
+        assert self.plan is not None
+        moves = movement[~movement.isnan()]
+        if trainer.global_step < _SETTLED or not moves.numel() or not moves.median():
+            return
+        verdicts = self.gradient_report.gates if self.gradient_report is not None else {}
+        still = [
+            gate.parameter
+            for branch, distance in zip(self.plan.branches, movement.tolist(), strict=True)
+            for gate in branch.gates
+            if branch.action != "excluded" and distance < STILL * float(moves.median())
+            if gate.parameter not in verdicts or verdicts[gate.parameter].status == "alive"
+        ]
+        if still:
+            settings = _settings(trainer, pl_module)
+            listed = "; ".join(f"{name} ({settings.get(name, 'in no optimizer')})" for name in still[:6])
+            more = "" if len(still) <= 6 else f"; and {len(still) - 6} more"
+            number = f"{len(still)} gate{'' if len(still) == 1 else 's'}"
+            _warn(
+                f"{number} with a gradient moved less than {STILL:.0%} of the median over all gates "
+                f"({float(moves.median()):.3g}) in {trainer.global_step} steps: {listed}{more}. Compare their "
+                "learning rate, weight decay and dtype with those of the others."
+            )
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: nn.Module) -> None:
+        """Rewrite the page, where that is due, and give the picture to loggers that take one."""
+        if self.plan is not None:
+            self._follow(trainer)
+            self._send_figure(trainer)
+
+    def _follow(self, trainer: Any, state: str = "running", last: bool = False) -> None:
+        """Rewrite the page; a full disk is a reason to say so, and none to stop the training."""
+        if self._page is None or not trainer.is_global_zero or not (last or self._page.due):
+            return
+        try:
+            text = f"{state} at step {trainer.global_step}, written {clock()}"
+            self._page.write(self.history, self._about(), text, last)
+        except OSError as error:
+            _warn(f"the page {self.report} could not be rewritten ({error}); the training goes on.")
+
+    def _about(self) -> dict[str, Any]:
+        woke = self._watch.waking.woke if self._watch.waking is not None else None
+        told = " ".join(str(a) for a in self.agreements)
+        now = about_run(self.plan, self.identity_report, self.gradient_report, woke, self.usefulness, told)
+        return now if self._before is None else later(self._before, now)
 
     # ---------------------------------------------------------------- verdicts and state
 
@@ -464,10 +567,12 @@ class ResidualInit(Callback):
             _warn(str(error))
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
-        """Leave no hook or mode behind."""
+        """Leave no hook or mode behind, and a page that says what stopped the run."""
         self._watch.close()
         self._stop_explaining()
         _give_back_loader(trainer, pl_module)
+        if self.plan is not None:
+            self._follow(trainer, f"stopped by {type(exception).__name__}", last=True)
 
     def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
         """Leave no hook or mode behind, nor the bound ``log`` methods of the Trainer, which hold the module."""
@@ -485,12 +590,14 @@ class ResidualInit(Callback):
             "history": self.history.to_dict(),
             "slept": self._watch.waking.slept if self._watch.waking is not None else dict(self._slept),
             "folds": folds,
+            "about": self._about(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the history of the run that is resumed, and the patience with what slept."""
         self._resumed = bool(state_dict["closed"])
         self._slept = {str(k): int(v) for k, v in state_dict["slept"].items()}
+        self._before = state_dict.get("about")
         history = History.from_dict(state_dict["history"])
         if not self.history.branches or history.branches == self.history.branches:
             self.history = history
@@ -693,6 +800,16 @@ def _is_logging(trainer: Any) -> bool:
     return bool(every) and (_step_index(trainer) + 1) % every == 0
 
 
+def _takes_figures(logger: Any) -> Callable[[str, Any, int], None] | None:
+    """How a logger takes a figure: as W&B's (`log_image`), as TensorBoard's (`add_figure`), or not at all."""
+    if callable(log_image := getattr(logger, "log_image", None)):
+        return lambda name, figure, step: log_image(name, [figure], step=step)
+    add_figure = getattr(getattr(logger, "experiment", None), "add_figure", None)
+    if callable(add_figure):
+        return lambda name, figure, step: add_figure(name, figure, step, close=False)
+    return None
+
+
 def _accumulates(trainer: Any) -> bool:
     return bool(trainer.fit_loop._should_accumulate())
 
@@ -750,12 +867,24 @@ def _resting(optimizer: Any, pl_module: nn.Module, plan: ResidualPlan, alive: se
     gaps: dict[str, Tensor] = {}  # of a sharded one the part that is here: the rank that has it warns
     for name, parameter in ((clean_name(n), p) for n, p in pl_module.named_parameters()):
         if name in closing and name in alive and id(parameter) in stepped:
-            gate, value = closing[name], getattr(parameter, "_local_tensor", parameter).detach()
+            gate, value = closing[name], local(parameter).detach()
             if gate is not None:
                 value = (value if gate.index is None else value[gate.index]) - gate.value
             peak = peak_of(value)
             gaps |= {} if peak is None else {name: peak}
     return [name for name, gap in zip(gaps, to_host(list(gaps.values())), strict=True) if gap == 0.0]
+
+
+def _settings(trainer: Any, pl_module: nn.Module) -> dict[str, str]:
+    """Learning rate, weight decay and dtype of every parameter in an optimizer, by name."""
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    held = {id(p): group for group in groups for p in group["params"]}
+    return {
+        clean_name(n): f"learning rate {float(held[id(p)]['lr']):g}, weight decay "
+        f"{held[id(p)].get('weight_decay', 0):g}, {str(p.dtype).removeprefix('torch.')}"
+        for n, p in pl_module.named_parameters()
+        if id(p) in held
+    }
 
 
 def _usefulness(trainer: Any, pl_module: Any, plan: ResidualPlan, batches: int = 4) -> dict[str, float]:
@@ -771,7 +900,8 @@ def _usefulness(trainer: Any, pl_module: Any, plan: ResidualPlan, batches: int =
             raise ResInitError("measuring usefulness: expected training_step to return a loss, found none.")
         return loss
 
-    return measure_usefulness(pl_module, plan, kept, loss_fn)
+    shows = trainer.is_global_zero and trainer.progress_bar_callback is not None
+    return measure_usefulness(pl_module, plan, kept, loss_fn, progress=shows)
 
 
 def _warn(message: str) -> None:

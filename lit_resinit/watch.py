@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import zipfile
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torchmetrics
@@ -21,7 +22,12 @@ from lit_resinit.errors import ResInitError
 from lit_resinit.gates import Gate
 from lit_resinit.identity import mean_and_variance
 from lit_resinit.plan import Branch, ResidualPlan
-from lit_resinit.trace import clean_name, is_not_forward, locate, measuring, module_names, whole
+from lit_resinit.trace import clean_name, is_not_forward, local, locate, measuring, module_names, whole
+
+if TYPE_CHECKING:
+    import pandas
+
+_NAMED = 64  # branches up to which each has logger keys of its own; a run with more would drown in them
 
 QUANTITIES = ("gate", "gate_max", "gate_grad", "var_stream", "var_branch", "variance_ratio", "saliency")
 
@@ -115,7 +121,7 @@ class Watcher(TorchDispatchMode):
         if found is None:
             return func(*args, **kwargs)
         index, branch = found
-        tensors = [a for a in tree_iter((args, kwargs)) if isinstance(a, Tensor)]
+        tensors = [local(a) for a in tree_iter((args, kwargs)) if isinstance(a, Tensor)]
         with measuring():
             stream = tensors[branch.skip_input]
             if branch.branch_input is not None:
@@ -125,7 +131,7 @@ class Watcher(TorchDispatchMode):
         out = func(*args, **kwargs)
         if branch.branch_input is None:
             with measuring():
-                self._measure(index, stream, out.detach() - stream)
+                self._measure(index, stream, local(out).detach() - stream)
         return out
 
     def _measure(self, index: int, stream: Tensor, branch: Tensor) -> None:
@@ -213,7 +219,10 @@ class History:
     Args:
         branches: Branch names, in plan order.
         on_ratio: Variance ratio from which a branch counts as switched on, dimensionless.
-        limit: Largest number of records kept.
+        limit: Largest number of records kept, at least 2.
+
+    Raises:
+        ValueError: If the limit leaves no room for the first and the last record.
 
     Attributes:
         steps: Optimizer steps, int64 ``(records,)``.
@@ -242,6 +251,8 @@ class History:
     saliency: Tensor
 
     def __init__(self, branches: Sequence[str], on_ratio: float = 1e-3, limit: int = 2000) -> None:
+        if limit < 2:
+            raise ValueError(f"Expected argument `limit` to be at least 2 but got {limit!r}")
         self.branches = list(branches)
         self.on_ratio, self.limit = on_ratio, limit
         self._rows: list[tuple[int, Tensor]] = []
@@ -301,6 +312,42 @@ class History:
         on = [(step, -ratio[i], name) for i, (name, step) in enumerate(self.switched_on().items()) if step is not None]
         return [name for _, _, name in sorted(on)]
 
+    def movement(self, gate: Tensor, gate_max: Tensor) -> Tensor:
+        """How far each gate has ever been from where it was at the first record, by its size or its largest element.
+
+        Args:
+            gate: Gate now, as in :attr:`gate`, ``(branches,)``.
+            gate_max: Largest absolute gate now, ``(branches,)``.
+
+        Returns:
+            ``(branches,)``, NaN where a branch has no gate or nothing was recorded.
+        """
+        if not self._rows:
+            return torch.full_like(gate, math.nan)
+        rows = torch.stack([row[:2] for _, row in self._rows] + [torch.stack([gate, gate_max])])
+        return (rows - rows[0]).abs().amax(dim=(0, 1))
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """A tidy table: one row for each record and branch.
+
+        Returns:
+            Columns ``step``, ``branch``, then every quantity of :class:`History`.
+
+        Raises:
+            ResInitError: If pandas is missing.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ResInitError(
+                "turning the history into a table: expected pandas, found none. Run `pip install lit-resinit[pandas]`."
+            ) from error
+        columns: dict[str, Any] = {
+            "step": self.steps.repeat_interleave(len(self.branches)).numpy(),
+            "branch": self.branches * len(self),
+        }
+        return pandas.DataFrame(columns | {q: getattr(self, q).flatten().numpy() for q in QUANTITIES})
+
     def to_dict(self) -> dict[str, Any]:
         """Everything in plain types (numbers, strings, lists, tensors)."""
         quantities = {q: getattr(self, q) for q in QUANTITIES}
@@ -334,8 +381,13 @@ class History:
         """
         import numpy as np
 
-        with np.load(path, allow_pickle=False) as archive:
-            values = {k: archive[k] for k in archive.files}
+        try:
+            with np.load(path, allow_pickle=False) as archive:
+                values = {k: archive[k] for k in archive.files}
+        except (ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
+            raise ResInitError(
+                f"reading a history from {path}: expected the archive of `History.save`, found another kind of file"
+            ) from error
         if not {"branches", "steps", *QUANTITIES} <= set(values):
             raise ResInitError(
                 f"reading a history from {path}: expected the archive of `History.save`, found {sorted(values)}"
@@ -361,13 +413,18 @@ def to_record(step: int, gates: Tensor, moments: Moments) -> Recorded:
     return Recorded(step, host[:4], host[4], host[5])
 
 
-def metrics(history: History, per_branch_up_to: int = 64) -> dict[str, float]:
+def metrics(history: History, per_branch: bool | None = None) -> dict[str, float]:
     """The newest record as logger keys, the same set at every step.
+
+    Args:
+        history: A history with at least one record.
+        per_branch: Whether every branch has keys of its own; up to 64 branches when None.
 
     Logged: ``resinit/switched_on`` (number of branches), ``resinit/gate_max``, ``resinit/variance_ratio_max`` and
     ``resinit/variance_ratio_min``; up to 64 branches ``resinit/<quantity>/<branch>`` for every quantity of
     :class:`History`, beyond that their quantiles ``resinit/<quantity>/q10``, ``q50`` and ``q90``.
     """
+    named_branches = len(history.branches) <= _NAMED if per_branch is None else per_branch
     values = {q: history.newest(q) for q in QUANTITIES}
     ratio = values["variance_ratio"]
     result = {
@@ -377,7 +434,7 @@ def metrics(history: History, per_branch_up_to: int = 64) -> dict[str, float]:
         "resinit/variance_ratio_min": _safe(ratio, min),
     }
     for quantity, row in values.items():
-        if len(history.branches) <= per_branch_up_to:
+        if named_branches:
             named = zip(history.branches, row.tolist(), strict=True)
             result |= {f"resinit/{quantity}/{log_name(b)}": v for b, v in named}
         else:

@@ -490,8 +490,22 @@ class ResponseNorm(nn.Module):
         return x + self.b(y)
 
 
+class StraightThrough(nn.Module):
+    """A vector quantiser: the value of the nearest code, the gradient of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Embedding(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.permute(0, 2, 3, 1)
+        code = self.codes(torch.cdist(rows.flatten(0, 2), self.codes.weight).argmin(1)).view_as(rows)
+        return (rows + (code - rows).detach()).permute(0, 3, 1, 2)
+
+
 @pytest.mark.parametrize(
-    ("build", "count"), [(Lerp, 1), (PoolMixer, 1), (Kernels, 0), (PooledQuery, 0), (Cascade, 0), (ResponseNorm, 1)]
+    ("build", "count"),
+    [(StraightThrough, 0), (Lerp, 1), (PoolMixer, 1), (Kernels, 0), (PooledQuery, 0), (Cascade, 0), (ResponseNorm, 1)],
 )
 def test_sums_between_two_blocks(build: Callable[[], nn.Module], count: int) -> None:
     found = additions(AfterBlock(build()), *IMAGE)

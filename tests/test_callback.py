@@ -495,11 +495,62 @@ def test_callback_metrics_carry_the_aggregates(tmp_path: Path) -> None:
 
 
 def test_table_at_the_end_names_every_branch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
     ours = ResidualInit(on_ratio=1e-9)
     trainer(tmp_path, ours).fit(Classifier(stack(Scaled)), data(WIDTH))
     printed = capsys.readouterr().out
     for text in ("net.0", "net.1", "scale", "gate kind", "variance ratio", "order", "2 of 2"):
         assert text in printed
+
+
+def test_table_of_a_short_run_says_which_number_is_of_when(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours = ResidualInit(log_every_n_steps=50)
+    module = Classifier(stack(Scaled))
+    trainer(tmp_path, ours, max_steps=6, max_epochs=-1).fit(module, data(WIDTH))
+    printed = capsys.readouterr().out
+    assert len(ours.history) == 1
+    for text in ("after 6 steps", "1 record", "at step 0", f"{abs(module.net[0].scale.item()):.3g}"):
+        assert text in printed
+
+
+def test_table_of_a_run_recorded_to_the_end_needs_no_explanation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer(tmp_path, ResidualInit()).fit(Classifier(stack(Scaled)), data(WIDTH))
+    assert "log_every_n_steps" not in capsys.readouterr().out
+
+
+class SlowGate(Classifier):
+    """The first gate has a learning rate of its own."""
+
+    slow = 1e-9
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        slow = [p for n, p in self.named_parameters() if n == "net.0.scale"]
+        rest = [p for n, p in self.named_parameters() if n != "net.0.scale"]
+        return torch.optim.SGD([{"params": slow, "lr": self.slow, "weight_decay": 0.5}, {"params": rest}], lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:weight_decay pulls")
+def test_a_gate_that_never_moved_is_named_with_its_settings(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    ours = ResidualInit()
+    with pytest.warns(ResInitWarning, match="moved less than 1% of the median") as caught:
+        trainer(tmp_path, ours, max_steps=6, max_epochs=-1).fit(SlowGate(stack(Scaled, 3)), data(WIDTH))
+    text = next(str(w.message) for w in caught if "moved less" in str(w.message))
+    assert text.startswith("1 gate with")
+    assert "net.0.scale (learning rate 1e-09, weight decay 0.5, float32)" in text
+    assert "net.1.scale" not in text
+
+
+@pytest.mark.filterwarnings("ignore:weight_decay pulls")
+def test_gates_that_move_as_the_others_do_are_no_reason_to_warn(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = SlowGate(stack(Scaled, 3))
+    module.slow = 0.1
+    with warnings.catch_warnings(record=True) as caught:
+        trainer(tmp_path, ResidualInit(), max_steps=6, max_epochs=-1).fit(module, data(WIDTH))
+    assert not [w for w in caught if "moved less" in str(w.message)]
 
 
 def test_report_and_usefulness_are_written_when_asked_for(tmp_path: Path) -> None:
@@ -508,6 +559,20 @@ def test_report_and_usefulness_are_written_when_asked_for(tmp_path: Path) -> Non
     trainer(tmp_path, ours).fit(module, data(WIDTH), data(WIDTH))
     assert set(ours.usefulness) == {"net.0", "net.1"}
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("depth", [2, 12])
+def test_what_was_measured_of_usefulness_is_printed(
+    depth: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = ResidualInit(usefulness=True, on_ratio=1e-12, report=str(tmp_path / "run.html"))
+    trainer(tmp_path, ours).fit(Classifier(stack(Scaled, depth)), data(WIDTH), data(WIDTH))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert len(ours.agreements) == 2
+    for agreement in ours.agreements:
+        assert str(agreement) in printed
+        assert str(agreement) in (tmp_path / "run.html").read_text()
+    assert ("no rank correlation over 2 branches" in printed) == (depth == 2)
 
 
 # -------------------------------------------------------------------- no trace

@@ -1,4 +1,5 @@
 import math
+import sys
 from pathlib import Path
 
 import numpy
@@ -235,6 +236,72 @@ def test_saving_and_loading_keeps_everything(records: int, tmp_path: Path) -> No
     for one in (history, again):
         one.append(10 * records, torch.zeros(4, 2), torch.ones(2), torch.ones(2))
     assert torch.equal(again.steps, history.steps)
+
+
+def test_plain_types_go_through_a_checkpoint_and_back(tmp_path: Path) -> None:
+    history = filled(4500)
+    torch.save(history.to_dict(), tmp_path / "state.pt")
+    again = History.from_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert torch.equal(again.gate, history.gate)
+    assert (again.limit, again.on_ratio, again.switched_on()) == (2000, history.on_ratio, history.switched_on())
+
+
+def test_a_continued_history_is_the_same_as_one_in_one_piece() -> None:
+    whole, first = filled(4500), filled(2500)
+    again = History.from_dict(first.to_dict())
+    for step in range(2500, 4500):
+        again.append(10 * step, torch.full((4, 2), float(step)), torch.ones(2), torch.full((2,), 1e-6 * step))
+    assert torch.equal(again.steps, whole.steps)
+    assert all(torch.equal(getattr(again, q), getattr(whole, q)) for q in QUANTITIES)
+    assert again.switched_on() == whole.switched_on()
+
+
+def test_pandas_has_a_row_for_each_record_and_branch() -> None:
+    pandas = pytest.importorskip("pandas")
+    history = filled(3)
+    table = history.to_pandas()
+    assert list(table.columns) == ["step", "branch", *QUANTITIES]
+    assert len(table) == 6
+    wide = table.pivot(index="step", columns="branch", values="var_branch")
+    assert isinstance(wide, pandas.DataFrame)
+    numpy.testing.assert_array_equal(wide.to_numpy(), history.var_branch.numpy())
+    assert wide.index.tolist() == history.steps.tolist()
+
+
+def test_missing_pandas_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ResInitError, match=r"lit-resinit\[pandas\]"):
+        filled(3).to_pandas()
+
+
+def test_a_limit_without_room_for_both_ends_is_refused() -> None:
+    with pytest.raises(ValueError, match="`limit` to be at least 2 but got 1"):
+        History(["a"], limit=1)
+
+
+@pytest.mark.parametrize("limit", [2, 3, 7])
+@pytest.mark.parametrize("records", [1, 2, 3, 20])
+def test_small_limits_keep_both_ends(limit: int, records: int) -> None:
+    history = filled(records, limit=limit)
+    assert len(history) <= limit
+    assert (history.steps[0], history.steps[-1]) == (0, 10 * (records - 1))
+
+
+def test_movement_is_the_farthest_from_the_first_record() -> None:
+    history = History(["a", "b", "c"])
+    for gate in ([0.5, 0.0, 0.0], [0.5, 0.0, 0.7]):  # c goes away and comes back
+        row = torch.tensor(gate)
+        history.append(len(history), torch.stack([row, row, row, row]), torch.ones(3), torch.ones(3))
+    found = history.movement(torch.tensor([-0.5, 0.1, 0.0]), torch.tensor([0.5, 0.3, 0.0]))
+    assert found.tolist() == pytest.approx([1.0, 0.3, 0.7])
+    assert History(["a"]).movement(torch.ones(1), torch.ones(1)).isnan().all()
+
+
+@pytest.mark.parametrize("content", [b"", b"no archive", b"\x93NUMPY"])
+def test_a_file_of_another_kind_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "history.npz").write_bytes(content)
+    with pytest.raises(ResInitError, match="another kind of file"):
+        History.load(tmp_path / "history.npz")
 
 
 def test_a_file_of_someone_else_is_refused(tmp_path: Path) -> None:

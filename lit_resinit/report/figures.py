@@ -8,7 +8,35 @@ from lit_resinit.errors import ResInitError
 from lit_resinit.watch import History
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+def need_matplotlib() -> None:
+    """Make sure that matplotlib is there.
+
+    Raises:
+        ResInitError: If it is missing, naming the extra.
+    """
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise ResInitError(
+            "drawing the history: expected matplotlib, found none. Run `pip install lit-resinit[report]`."
+        ) from error
+
+
+def _empty(history: History) -> tuple[Figure, Axes]:
+    """A figure with one pair of axes, for a history with something in it."""
+    need_matplotlib()
+    if not len(history):
+        raise ResInitError(
+            "drawing the history: expected at least one record, found none. Train with the callback first."
+        )
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.0, 4.5), layout="constrained")
+    return figure, figure.add_subplot()
 
 
 def activation_figure(history: History, title: str = "Residual blocks switching on") -> Figure:
@@ -31,19 +59,9 @@ def activation_figure(history: History, title: str = "Residual blocks switching 
         >>> len(activation_figure(history).axes)
         2
     """
-    try:
-        from matplotlib.colors import LogNorm
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ResInitError(
-            "drawing the history: expected matplotlib, found none. Run `pip install lit-resinit[report]`."
-        ) from error
-    if not len(history):
-        raise ResInitError(
-            "drawing the history: expected at least one record, found none. Train with the callback first."
-        )
-    figure = Figure(figsize=(8.0, 4.5), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = _empty(history)
+    from matplotlib.colors import LogNorm
+
     steps, ratio = history.steps.tolist(), history.variance_ratio.T.numpy()
     lowest = max(history.on_ratio / 100, 1e-8)
     colours = ratio.clip(min=lowest)
@@ -63,4 +81,120 @@ def activation_figure(history: History, title: str = "Residual blocks switching 
         axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), fontsize="small", facecolor="0.6")
     axes.set(xlabel="optimizer step", ylabel="branch, first to last", title=title)
     figure.colorbar(mesh, label="Var(branch) / Var(stream)")
+    return figure
+
+
+def gate_figure(history: History, title: str = "How far the gates opened", most: int = 60) -> Figure:
+    """Largest ``|g|`` of each branch against optimizer steps; the colour is the depth.
+
+    Args:
+        history: A history with at least one record.
+        title: Title of the figure.
+        most: Largest number of curves; of more branches, evenly spaced ones are drawn and the title says so.
+
+    Returns:
+        A matplotlib figure.
+
+    Raises:
+        ResInitError: If matplotlib is missing, or the history is empty.
+
+    Example:
+        >>> import torch
+        >>> history = History(["a", "b"])
+        >>> history.append(0, torch.zeros(4, 2), torch.ones(2), torch.tensor([0.1, 0.5]))
+        >>> len(gate_figure(history).axes[0].lines)
+        2
+    """
+    figure, axes = _empty(history)
+    from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    total = len(history.branches)
+    drawn = range(0, total, max(1, -(-total // most)))
+    colour = colormaps["viridis"]
+    steps, gates = history.steps.tolist(), history.gate_max
+    marker = "o" if len(steps) == 1 else ""
+    for position in drawn:
+        axes.plot(
+            steps, gates[:, position].tolist(), color=colour(position / max(1, total - 1)), linewidth=1.0, marker=marker
+        )
+    some = "" if len(drawn) == total else f" ({len(drawn)} of {total:,} branches)"
+    axes.set(xlabel="optimizer step", ylabel="largest |g|", title=title + some)
+    figure.colorbar(ScalarMappable(Normalize(0, max(1, total - 1)), colour), ax=axes, label="branch, first to last")
+    return figure
+
+
+def order_figure(history: History, title: str = "Order of switching on") -> Figure:
+    """Depth of each branch against the step at which it switched on; the colour is its place in the order.
+
+    Args:
+        history: A history with at least one record.
+        title: Title of the figure; how many never switched on is added.
+
+    Returns:
+        A matplotlib figure; branches that never switched on are crosses at the right edge.
+
+    Raises:
+        ResInitError: If matplotlib is missing, or the history is empty.
+
+    Example:
+        >>> import torch
+        >>> history = History(["a", "b"])
+        >>> history.append(0, torch.zeros(4, 2), torch.ones(2), torch.tensor([0.0, 0.5]))
+        >>> order_figure(history).axes[0].get_title()
+        'Order of switching on (1 of 2)'
+    """
+    figure, axes = _empty(history)
+    depth = {name: i for i, name in enumerate(history.branches)}
+    order = history.order()
+    on = {name: step for name, step in history.switched_on().items() if step is not None}
+    never = [position for name, position in depth.items() if name not in on]
+    dots = axes.scatter([on[n] for n in order], [depth[n] for n in order], c=range(1, len(order) + 1), s=16)
+    if never:
+        end = 1.03 * max(1, int(history.steps[-1]))
+        axes.scatter([end] * len(never), never, marker="x", color="0.5", s=16, label=f"{len(never)} never")
+        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), fontsize="small")
+    axes.set(
+        xlabel="optimizer step",
+        ylabel="branch, first to last",
+        ylim=(-0.5, len(depth) - 0.5),
+        title=f"{title} ({len(order)} of {len(depth)})",
+    )
+    if order:
+        figure.colorbar(dots, label="order of switching on")
+    return figure
+
+
+def stream_figure(history: History, title: str = "Variance of the residual stream by depth") -> Figure:
+    """Variance of the stream as it enters each addition, at the first and at the last record.
+
+    Args:
+        history: A history with at least one record.
+        title: Title of the figure.
+
+    Returns:
+        A matplotlib figure.
+
+    Raises:
+        ResInitError: If matplotlib is missing, or the history is empty.
+
+    Example:
+        >>> import torch
+        >>> history = History(["a", "b"])
+        >>> history.append(0, torch.zeros(4, 2), torch.ones(2), torch.tensor([0.0, 0.5]))
+        >>> [line.get_label() for line in stream_figure(history).axes[0].lines]
+        ['step 0']
+    """
+    figure, axes = _empty(history)
+    steps, variance = history.steps.tolist(), history.var_stream
+    lines = {steps[0]: (variance[0], ":", "0.45"), steps[-1]: (variance[-1], "-", "C0")}
+    for step, (values, style, colour) in lines.items():
+        few = "o" if len(history.branches) <= 80 else ""
+        axes.plot(values.tolist(), linestyle=style, color=colour, marker=few, markersize=3, label=f"step {step}")
+    positive = variance[variance > 0]
+    if positive.numel() and positive.max() > 10 * positive.min():
+        axes.set_yscale("log")
+    axes.set(xlabel="branch, first to last", ylabel="Var(stream)", title=title)
+    axes.legend()
     return figure

@@ -1,0 +1,227 @@
+"""The command line: ``inspect`` a model before anything is trained, ``report`` a run from its checkpoint or history."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import os
+import pickle
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+from lit_resinit.errors import ResInitError
+from lit_resinit.gradients import observe
+from lit_resinit.plan import Scheme, make_plan
+from lit_resinit.report.files import check_report, is_page, replace_file
+from lit_resinit.report.page import write_page
+from lit_resinit.schemes import apply_
+from lit_resinit.watch import History
+
+GOOD, BAD, IMPOSSIBLE = 0, 1, 2  # exit codes: as it should be; a verdict against the model; could not be carried out
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: The arguments; those of the process when None.
+
+    Returns:
+        The exit code: 0 when all is well, 1 when a branch is open or a gate cannot learn, 2 when the command could not
+        be carried out.
+
+    Example:
+        >>> main(["report", "missing.npz", "-o", "run.html", "--json"])
+        {"error": "FileNotFoundError: missing.npz: no such file"}
+        2
+    """
+    options = _parser().parse_args(argv)
+    try:
+        return int(options.run(options))
+    except Exception as error:  # whatever the user's model raises is told in one line, as ours is
+        name = "" if isinstance(error, ResInitError) else f"{type(error).__name__}: "
+        if options.json:
+            print(json.dumps({"error": f"{name}{error}"}))
+        else:
+            print(f"{options.command}: {name}{error}", file=sys.stderr)
+        return IMPOSSIBLE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m lit_resinit", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    inspect = commands.add_parser("inspect", help="plan and verdicts of a model; nothing is trained")
+    inspect.add_argument("model", help="pkg.module:callable that returns the model, or the model itself")
+    inspect.add_argument(
+        "--input",
+        action="append",
+        required=True,
+        type=_shape,
+        metavar="2,3,64,64[:int]",
+        help="shape of a random input, one for each argument of the forward; with :int integers from 0 to 9",
+    )
+    inspect.add_argument(
+        "--arguments", type=_json_object, default={}, help="keyword arguments of the callable, as JSON"
+    )
+    inspect.add_argument("--scheme", choices=get_args(Scheme), default="auto")
+    inspect.add_argument("--include", action="append", help="glob on branch names; may be repeated")
+    inspect.add_argument("--exclude", action="append", help="glob on branch names; may be repeated")
+    inspect.add_argument("--overwrite-trained", action="store_true", help="close branches of trained blocks too")
+    inspect.set_defaults(run=_inspect)
+
+    report = commands.add_parser("report", help="page or picture of a run")
+    report.add_argument("source", type=Path, help="a checkpoint of a run with ResidualInit, or what History.save wrote")
+    report.add_argument("-o", "--out", type=Path, required=True, help="run.html, or a picture: run.png, .pdf, .svg")
+    report.set_defaults(run=_report)
+
+    for command in (inspect, report):
+        command.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _shape(text: str) -> tuple[tuple[int, ...], bool]:
+    sizes, _, kind = text.partition(":")
+    try:
+        shape = tuple(int(size) for size in sizes.split(","))
+    except ValueError:
+        shape = ()
+    if not shape or min(shape) < 1 or kind not in ("", "int"):
+        raise argparse.ArgumentTypeError(f"expected positive sizes such as 2,3,64,64 or 2,16:int but got {text!r}")
+    return shape, kind == "int"
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'expected a JSON object such as {{"num_classes": 10}} but got {text!r}')
+    return value
+
+
+# -------------------------------------------------------------------- inspect
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    torch.manual_seed(0)
+    model = _model(options.model, options.arguments)
+    inputs = tuple(torch.randint(10, shape) if whole else torch.randn(shape) for shape, whole in options.input)
+    plan = make_plan(model, inputs, scheme=options.scheme, include=options.include, exclude=options.exclude)
+    apply_(model, plan, overwrite_trained=options.overwrite_trained)
+    model.train()
+    with observe(model, plan, inputs) as seen:
+        _random_projection(model(*inputs)).backward()
+    identity, gradients = seen.identity, seen.gradients
+    good = identity.ok and gradients.ok
+    if options.json:
+        verdicts = {
+            "identity": {"ok": identity.ok, "text": str(identity), **_plain(identity, "branches", "stacks")},
+            "gradients": {
+                "ok": gradients.ok,
+                "text": str(gradients),
+                "gates": {name: dataclasses.asdict(gate) for name, gate in gradients.gates.items()},
+            },
+        }
+        print(_json({"ok": good, "plan": plan.to_dict(), **verdicts}))
+    else:
+        print(plan, identity, gradients, sep="\n\n")
+    return GOOD if good else BAD
+
+
+def _model(name: str, arguments: dict[str, Any]) -> nn.Module:
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute):
+        raise ValueError(f"expected pkg.module:callable but got {name!r}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    found: Any = importlib.import_module(module)
+    for part in attribute.split("."):
+        found = getattr(found, part)
+    model = found if isinstance(found, nn.Module) else found(**arguments)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected {name} to return a torch.nn.Module, found {type(model).__name__}")
+    return model
+
+
+def _random_projection(output: Any) -> Tensor:
+    """A loss with a slope everywhere, also where the output is zero, as that of a zero head is."""
+    values = [t for t in tree_iter(_opened(output)) if isinstance(t, Tensor) and t.requires_grad]
+    if not values:
+        raise ValueError("expected the model to return tensors that depend on its parameters, found none")
+    terms = [(t * torch.randn_like(t)).sum() / t.numel() ** 0.5 for t in values]
+    return torch.stack([term.real.float() for term in terms]).sum()
+
+
+def _opened(output: Any) -> Any:
+    """Output classes with named fields, opened to a dictionary."""
+    return vars(output) if dataclasses.is_dataclass(output) else output
+
+
+def _plain(report: Any, *fields: str) -> dict[str, Any]:
+    return {field: [dataclasses.asdict(row) for row in getattr(report, field)] for field in fields}
+
+
+def _json(value: Any) -> str:
+    """JSON with null where a number is not finite."""
+
+    def finite(item: Any) -> Any:
+        if isinstance(item, dict):
+            return {key: finite(x) for key, x in item.items()}
+        if isinstance(item, list | tuple):
+            return [finite(x) for x in item]
+        return None if isinstance(item, float) and not abs(item) < float("inf") else item
+
+    return json.dumps(finite(value), allow_nan=False)
+
+
+# -------------------------------------------------------------------- report
+
+
+def _report(options: argparse.Namespace) -> int:
+    if not options.source.is_file():
+        raise FileNotFoundError(f"{options.source}: no such file")
+    history, about = _read(options.source)
+    check_report(options.out)
+    if is_page(options.out):
+        write_page(options.out, history, about, f"from {options.source.name}")
+    else:
+        from lit_resinit.report.figures import activation_figure
+
+        replace_file(options.out, activation_figure(history).savefig)
+    on, order = history.switched_on(), history.order()
+    if options.json:
+        found = {"written": str(options.out), "records": len(history), "switched_on": on, "order": order}
+        print(_json(found))
+    else:
+        print(f"{options.out}: {len(order)} of {len(on)} branches switched on, {len(history)} records")
+    return GOOD
+
+
+def _read(path: Path) -> tuple[History, dict[str, Any] | None]:
+    if path.suffix == ".npz":
+        return History.load(path), None
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, ValueError) as error:
+        raise ResInitError(
+            f"reading {path}: expected a checkpoint of plain types and tensors, or the archive of `History.save`, "
+            f"found another kind of file ({type(error).__name__})."
+        ) from error
+    states = checkpoint.get("callbacks", {}) if isinstance(checkpoint, dict) else {}
+    for state in states.values():
+        if isinstance(state, dict) and {"closed", "history"} <= set(state):
+            return History.from_dict(state["history"]), state.get("about")
+    raise ResInitError(
+        f"reading {path}: expected the state of ResidualInit in the checkpoint, found callbacks "
+        f"{sorted(states) or 'none'}. Save it in a run with that callback."
+    )

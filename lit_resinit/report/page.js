@@ -1,0 +1,225 @@
+"use strict";
+const run = JSON.parse(document.getElementById("data").textContent);
+const byId = (id) => document.getElementById(id);
+const narrow = () => window.innerWidth < 760;
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
+const safe = (text) => String(text).replace(/[&<>]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;" })[c]);
+const known = (value) => value !== null && value !== undefined && value !== "";
+const small = (value) => typeof value === "number" && value !== 0 && Math.abs(value) < 1e-3;
+const show = (value) => (known(value) ? (small(value) ? value.toExponential() : String(value)) : "-");
+
+function element(parent, tag, text, className) {
+  const made = parent.appendChild(document.createElement(tag));
+  if (text !== undefined) made.textContent = text;
+  if (className) made.className = className;
+  return made;
+}
+
+// ---------------------------------------------------------------- words
+
+byId("state").textContent = run.state;
+for (const [label, value] of run.tiles) {
+  const tile = element(byId("tiles"), "div", undefined, "tile");
+  element(tile, "b", value);
+  element(tile, "span", label, "soft");
+}
+for (const id of ["map", "gates", "order", "stream", "use"]) byId(id + "-note").textContent = run.notes[id];
+for (const [title, text] of run.verdicts) {
+  element(byId("verdicts"), "h3", title);
+  element(byId("verdicts"), "pre", text);
+}
+byId("plan").textContent = run.plan || "not part of this file";
+
+// ---------------------------------------------------------------- the table
+
+const columns = run.columns.filter(([key]) => run.branches.some((b) => known(b[key])));
+let sorted = { key: "depth", down: false };
+
+function compare(a, b) {
+  const [x, y] = [a[sorted.key], b[sorted.key]];
+  if (!known(x) || !known(y)) return known(y) - known(x) || a.depth - b.depth; // what is unknown stays below in both directions
+  const order = typeof x === "number" ? x - y : String(x).localeCompare(String(y), "en", { numeric: true });
+  return (sorted.down ? -order : order) || a.depth - b.depth;
+}
+
+function fillTable() {
+  const wanted = byId("filter").value.toLowerCase();
+  const body = document.createDocumentFragment();
+  for (const branch of run.branches.filter((b) => b.name.toLowerCase().includes(wanted)).sort(compare)) {
+    const row = element(body, "tr");
+    for (const [key, , text] of columns) element(row, "td", show(branch[key]), text ? "name" : "");
+  }
+  document.querySelector("#table tbody").replaceChildren(body);
+  for (const head of document.querySelectorAll("#table th")) {
+    const own = head.dataset.key === sorted.key;
+    head.setAttribute("aria-sort", own ? (sorted.down ? "descending" : "ascending") : "none");
+  }
+}
+
+const heads = element(document.querySelector("#table thead"), "tr");
+for (const [key, title, text] of columns) {
+  const head = element(heads, "th", undefined, text ? "name" : "");
+  head.dataset.key = key;
+  const button = element(head, "button", title);
+  button.type = "button";
+  button.addEventListener("click", () => {
+    sorted = { key, down: sorted.key === key && !sorted.down };
+    fillTable();
+  });
+}
+byId("filter").addEventListener("input", fillTable);
+fillTable();
+
+// ---------------------------------------------------------------- the figures
+
+const VIRIDIS = ["#440154", "#482878", "#3e4989", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b", "#fde725"];
+const shade = (part) => VIRIDIS[Math.min(9, Math.floor(part * 10))];
+const about = (b) => `<b>${safe(b.name)}</b>` + (b.gate ? `<br>${safe(b.kind)} ${safe(b.gate)}` : "");
+
+function layout(x, y, more = {}) {
+  const [text, line, back] = [colour("text"), colour("line"), colour("card")];
+  const axis = { gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true };
+  return {
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: text, size: 12 },
+    margin: { l: 50, r: 12, t: 8, b: 42 }, hovermode: "closest", showlegend: false,
+    hoverlabel: { bgcolor: back, bordercolor: line, font: { color: text }, align: "left" },
+    xaxis: { ...axis, title: { text: x, standoff: 8 }, ...more.xaxis },
+    yaxis: { ...axis, title: { text: y, standoff: 6 }, ...more.yaxis },
+    ...more.rest,
+  };
+}
+
+function depthAxis() {
+  const all = run.branches, count = Math.min(narrow() ? 6 : 12, all.length);
+  const marks = [...new Set([...Array(count).keys()].map((i) => Math.round((i * (all.length - 1)) / Math.max(1, count - 1))))];
+  const names = narrow() ? marks.map(String) : marks.map((i) => (all[i].name.length > 28 ? "…" + all[i].name.slice(-27) : all[i].name));
+  return { tickvals: marks, ticktext: names.map(safe), range: [-0.5, all.length - 0.5] };
+}
+
+function nothing(text) {
+  const none = { visible: false };
+  const note = { text, showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5, font: { color: colour("soft") } };
+  return [[], layout("", "", { xaxis: none, yaxis: none, rest: { annotations: [note] } })];
+}
+
+function heatMap() {
+  if (!run.steps.length) return nothing("no record yet");
+  const low = Math.log10(run.lowest);
+  const z = run.ratio.map((row) => row.map((v) => (v === null ? null : Math.max(low, Math.log10(Math.max(v, 1e-300))))));
+  const text = run.rows.map((depth, i) => run.steps.map((step, j) =>
+    `${about(run.branches[depth])}<br>step ${step}<br>variance ratio ${show(run.ratio[i][j])}` +
+    `<br>|g| ${show(run.g[i][j])}<br>gate gradient ${show(run.grad[i][j])}`));
+  const high = Math.max(0, ...z.map((row) => row.reduce((a, b) => Math.max(a, b ?? a), low)));
+  const powers = [...Array(Math.floor(high) - Math.ceil(low) + 1).keys()].map((i) => Math.ceil(low) + i);
+  const map = {
+    type: "heatmap", x: run.steps, y: run.rows, z, text, hoverinfo: "text", colorscale: "Viridis", zmin: low, zmax: high,
+    colorbar: {
+      title: { text: narrow() ? "" : "Var(branch) / Var(stream)", side: "right" }, tickvals: powers, thickness: 12,
+      ticktext: powers.map((p) => (p === Math.ceil(low) ? "≤" : "") + `10<sup>${p}</sup>`),
+    },
+  };
+  const on = run.branches.filter((b) => b.on !== null);
+  const dots = {
+    type: "scatter", mode: "markers", x: on.map((b) => b.on), y: on.map((b) => b.depth), hoverinfo: "text",
+    text: on.map((b) => `${about(b)}<br>switched on at step ${b.on}, number ${b.order}`),
+    marker: { size: on.length > 150 ? 4 : 7, color: "#ffffff", line: { color: "#000000", width: 1 } },
+  };
+  return [[map, dots], layout("optimizer step", narrow() ? "depth" : "", { yaxis: { ...depthAxis(), showgrid: false }, xaxis: { showgrid: false } })];
+}
+
+function gateCurves() {
+  if (!run.steps.length) return nothing("no record yet");
+  const every = Math.max(1, Math.ceil(run.rows.length / run.curves));
+  const lines = run.rows.map((depth, i) => [run.branches[depth], run.g[i]]).filter((_, i) => i % every === 0);
+  const dark = matchMedia("(prefers-color-scheme: dark)").matches; // keep away from the end that looks like the page
+  const traces = lines.map(([branch, g]) => ({
+    type: "scatter", mode: run.steps.length > 1 ? "lines" : "markers", x: run.steps, y: g, hoverinfo: "text",
+    text: run.steps.map((step, j) => `${about(branch)}<br>step ${step}<br>|g| ${show(g[j])}`),
+    line: { width: 1.5, color: shade(branch.depth / run.branches.length * 0.85 + (dark ? 0.15 : 0)) },
+  }));
+  return [traces, layout("optimizer step", "largest |g|", { yaxis: { rangemode: "tozero" } })];
+}
+
+function orderFigure() {
+  const on = run.branches.filter((b) => b.on !== null);
+  if (!on.length) return nothing("no block has switched on");
+  const dots = {
+    type: "scatter", mode: "markers", x: on.map((b) => b.order), y: on.map((b) => b.depth), hoverinfo: "text",
+    text: on.map((b) => `${about(b)}<br>number ${b.order}, at step ${b.on}`),
+    marker: {
+      size: on.length > 150 ? 5 : 9, color: on.map((b) => b.on), colorscale: "Viridis", line: { color: colour("soft"), width: 0.5 },
+      colorbar: { title: { text: "step", side: "right" }, thickness: 12 },
+    },
+  };
+  return [[dots], layout("order of switching on", narrow() ? "depth" : "", { yaxis: depthAxis() })];
+}
+
+function streamFigure() {
+  if (!run.steps.length) return nothing("no record yet");
+  const trace = (values, name, dash, tone, symbol) => ({
+    type: "scatter", mode: run.branches.length > 80 ? "lines" : "lines+markers", name, x: run.branches.map((b) => b.depth), y: values,
+    text: run.branches.map((b, i) => `${about(b)}<br>${name}<br>Var(stream) ${show(values[i])}`), hoverinfo: "text",
+    line: { dash, color: colour(tone), width: 2 }, marker: { symbol, size: 6 },
+  });
+  const traces = [
+    trace(run.stream.first, `step ${run.stream.from}`, "dot", "first", "circle-open"),
+    trace(run.stream.last, `step ${run.stream.to}`, "solid", "last", "diamond"),
+  ];
+  const rest = { showlegend: true, legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 }, margin: { l: 50, r: 12, t: 30, b: 42 } };
+  const digits = run.stream.decades > 1 ? { type: "log", exponentformat: "power" } : { rangemode: "tozero" };
+  return [traces, layout("depth (branch, first to last)", "Var(stream)", { yaxis: digits, rest })];
+}
+
+const measured = run.branches.filter((b) => known(b.use));
+if (!measured.length) {
+  byId("use-card").hidden = true;
+  byId("stream-card").classList.add("wide");
+}
+
+function usefulnessFigure() {
+  const dots = {
+    type: "scatter", mode: "markers", x: measured.map((b) => b.order ?? run.branches.length + 1), y: measured.map((b) => b.use),
+    text: measured.map((b) => `${about(b)}<br>${b.order === null ? "never switched on" : "number " + b.order}<br>usefulness ${b.use}`),
+    hoverinfo: "text",
+    marker: {
+      size: 8, color: measured.map((b) => b.depth), colorscale: "Viridis", line: { color: colour("soft"), width: 0.5 },
+      symbol: measured.map((b) => (b.order === null ? "x" : "circle")), colorbar: { title: { text: "depth", side: "right" }, thickness: 12 },
+    },
+  };
+  return [[dots], layout("order of switching on (× never)", "loss without the branch, minus loss", { yaxis: { exponentformat: "power" } })];
+}
+
+const FIGURES = { map: heatMap, gates: gateCurves, order: orderFigure, stream: streamFigure };
+if (measured.length) FIGURES.use = usefulnessFigure;
+
+async function draw() {
+  for (const [id, figure] of Object.entries(FIGURES)) {
+    const [traces, shape] = figure();
+    const options = {
+      responsive: true, displaylogo: false, displayModeBar: narrow() ? false : "hover", scrollZoom: false,
+      modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"], toImageButtonOptions: { format: "svg", filename: "resinit-" + id },
+    };
+    if (narrow()) shape.dragmode = false; // a finger scrolls the page
+    await Plotly.react(byId(id), traces, shape, options);
+  }
+  document.documentElement.dataset.drawn = "yes";
+}
+
+async function loadPlotly() {
+  const packed = Uint8Array.from(atob(byId("plotly").textContent), (c) => c.charCodeAt(0));
+  const unpacked = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const script = document.createElement("script");
+  script.textContent = await new Response(unpacked).text();
+  document.head.appendChild(script);
+}
+
+function trouble(error) {
+  byId("trouble").textContent = `The figures could not be drawn (${error}); they need a browser of 2023 or later. Tables and words are complete.`;
+  byId("trouble").hidden = false;
+}
+
+loadPlotly().then(draw).then(() => {
+  let was = narrow();
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  window.addEventListener("resize", () => { if (narrow() !== was) { was = narrow(); draw(); } });
+}).catch(trouble);

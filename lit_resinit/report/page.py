@@ -1,0 +1,384 @@
+"""One self-contained HTML page of a run: figures that answer to the mouse, a table that sorts, plan and verdicts."""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import gzip
+import html
+import json
+import math
+import os
+import time
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_resinit.errors import ResInitError
+from lit_resinit.gradients import ALARMS, GradientReport
+from lit_resinit.identity import IdentityReport
+from lit_resinit.plan import ResidualPlan
+from lit_resinit.report.files import replace_file
+from lit_resinit.watch import History
+
+_CELLS = 60_000  # of each quantity in the heat map; more than a screen can show
+_ROWS = 1_000  # of the heat map; the table has every branch
+_CURVES = 60  # lines in one figure, beyond which none can be told from its neighbour
+_SHARE, _PAUSE = 0.01, 5.0  # writing takes at most this part of a run, and happens at most every so many seconds
+_FOLLOW = 15  # seconds until a browser looks again
+_COLUMNS = (  # key, heading, whether it is text
+    ("depth", "depth", False),
+    ("name", "branch", True),
+    ("on", "on at step", False),
+    ("order", "order", False),
+    ("ratio", "variance ratio", False),
+    ("g", "largest |g|", False),
+    ("use", "usefulness", False),
+    ("status", "gradient", True),
+    ("woke", "woke after", False),
+    ("kind", "kind", True),
+    ("gate", "gate", True),
+    ("skip", "skip", True),
+    ("action", "action", True),
+)
+
+# -------------------------------------------------------------------- what is known of a run besides its history
+
+
+def about_run(
+    plan: ResidualPlan | None,
+    identity: IdentityReport | None = None,
+    gradients: GradientReport | None = None,
+    woke: dict[str, int] | None = None,
+    usefulness: dict[str, float] | None = None,
+    agreement: str = "",
+) -> dict[str, Any]:
+    """Plan, verdicts, waking steps and usefulness in plain types, as the page shows and a checkpoint keeps them.
+
+    Args:
+        plan: The plan of the run.
+        identity: Verdict of the first step.
+        gradients: Verdict of the last judged step.
+        woke: Gate parameter to the number of optimizer steps it slept.
+        usefulness: What :func:`lit_resinit.measure_usefulness` found.
+        agreement: A sentence on how usefulness agrees with the order of switching on.
+
+    Returns:
+        A dictionary that goes through JSON.
+    """
+    gates = gradients.gates if gradients is not None else {}
+    about: dict[str, Any] = {
+        "plan": "" if plan is None else str(plan),
+        "branches": {},
+        "verdicts": {},
+        "start": _start(identity),
+        "usefulness": usefulness,
+        "agreement": agreement,
+    }
+    for branch in () if plan is None else plan.branches:
+        names = [g.parameter for g in branch.gates]
+        slept = [woke[n] for n in names if woke and n in woke]
+        about["branches"][branch.name] = {
+            "skip": branch.skip,
+            "action": branch.action,
+            "kind": "+".join(g.kind for g in branch.gates),
+            "gate": ", ".join(
+                n if g.index is None else f"{n}[{g.index}]" for n, g in zip(names, branch.gates, strict=True)
+            ),
+            "status": _worst([gates[n].status for n in names if n in gates]),
+            "woke": max(slept) if slept else None,
+        }
+    if identity is not None:
+        about["verdicts"]["Identity before the first step"] = str(identity)
+    if gradients is not None:
+        about["verdicts"]["Gradients of the gates"] = str(gradients)
+    if woke:
+        steps = ", ".join(f"{name} after {n}" for name, n in list(woke.items())[:200])
+        about["verdicts"]["Woke up (optimizer steps after the first)"] = steps
+    return about
+
+
+def later(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """What is known of a resumed run: the verdicts of its beginning, unless there are newer ones.
+
+    Args:
+        before: What :func:`about_run` returned before the interruption.
+        now: What it returns now.
+
+    Returns:
+        A dictionary like both.
+
+    Example:
+        >>> later(about_run(None) | {"start": "proven"}, about_run(None))["start"]
+        'proven'
+    """
+    merged = {key: value if value else before.get(key, value) for key, value in now.items()}
+    merged["verdicts"] = {**before.get("verdicts", {}), **now["verdicts"]}
+    for name, branch in now["branches"].items():
+        old = before.get("branches", {}).get(name, {})
+        merged["branches"][name] = {key: value if value else old.get(key, value) for key, value in branch.items()}
+    return merged
+
+
+def _start(identity: IdentityReport | None) -> str:
+    if identity is None:
+        return ""
+    if identity.constant:
+        return "variance kept" if identity.ok else "variance not kept"
+    return "proven" if identity.ok else "broken"
+
+
+def _worst(statuses: list[str]) -> str:
+    ranked = (*ALARMS, "exploding", "asleep", "alive")
+    return min(statuses, key=ranked.index) if statuses else ""
+
+
+# -------------------------------------------------------------------- the page
+
+
+def page(history: History, about: dict[str, Any] | None = None, state: str = "", refresh: int | None = None) -> str:
+    """The page as text: styles, script, plotly.js (packed) and data inside, nothing fetched.
+
+    Args:
+        history: The history; it may be empty.
+        about: What :func:`about_run` returned.
+        state: One sentence on the run, under the title.
+        refresh: Seconds after which the browser loads the page again, while the run goes on.
+
+    Returns:
+        HTML; at most 1,000 rows and 60,000 cells of each quantity are drawn, evenly spaced, the first and the last
+        record among them; the table has every branch. Numbers have four digits.
+
+    Raises:
+        ResInitError: If plotly is missing.
+
+    Example:
+        >>> history = History(["a", "b"])
+        >>> history.append(0, torch.zeros(4, 2), torch.ones(2), torch.tensor([0.1, 0.5]))
+        >>> page(history)[:15]
+        '<!DOCTYPE html>'
+    """
+    licence, packed = packed_plotly()
+    data = json.dumps(page_data(history, about or about_run(None), state), allow_nan=False, separators=(",", ":"))
+    parts = {
+        "REFRESH": "" if refresh is None else f'<meta http-equiv="refresh" content="{refresh}">\n',
+        "TITLE": html.escape(f"{len(history.branches)} residual branches switching on"),
+        "STYLE": _part("page.css"),
+        "SCRIPT": _part("page.js"),
+        "DATA": data.replace("<", "\\u003c"),
+        "LICENCE": licence,
+        "PLOTLY": packed,
+    }
+    pieces = _part("page.html").split("@@")  # text, name, text, name, ...
+    return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
+
+
+def write_page(
+    path: str | os.PathLike[str], history: History, about: dict[str, Any] | None = None, state: str = ""
+) -> None:
+    """Write :func:`page` to a file that is complete at every moment.
+
+    Args:
+        path: Where to; an existing file is replaced at once.
+        history: The history.
+        about: What :func:`about_run` returned.
+        state: One sentence on the run.
+    """
+    text = page(history, about, state)
+    replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+class LivePage:
+    """A page that is rewritten while a run goes on, so seldom that it costs at most one per cent of the time.
+
+    Args:
+        path: Where the page is.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> live = LivePage(pathlib.Path(tempfile.mkdtemp()) / "run.html")
+        >>> live.due
+        True
+        >>> live.write(History(["a"]), about_run(None), "running")
+        >>> live.due
+        False
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._next = -math.inf
+
+    @property
+    def due(self) -> bool:
+        """Whether enough time has passed since the last writing."""
+        return time.monotonic() >= self._next
+
+    def write(self, history: History, about: dict[str, Any], state: str, last: bool = False) -> None:
+        """Write the page; while the run goes on (not ``last``), the browser that shows it follows."""
+        started = time.monotonic()
+        text = page(history, about, state, refresh=None if last else _FOLLOW)
+        replace_file(self.path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        ended = time.monotonic()
+        self._next = ended + max(_PAUSE, (ended - started) / _SHARE)
+
+
+_plotly: tuple[str, str] | None = None
+
+
+def packed_plotly() -> tuple[str, str]:
+    """(licence, plotly.js as base64 of gzip), packed once in a process.
+
+    Raises:
+        ResInitError: If plotly is missing, naming the extra.
+    """
+    global _plotly
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise ResInitError(
+            "writing the HTML page of the run: expected plotly, found none. Run `pip install lit-resinit[report]`. "
+            "Nothing was changed."
+        ) from error
+    if _plotly is None:
+        source = get_plotlyjs()
+        licence = source[: source.index("*/")].strip("/* \n")
+        packed = base64.b64encode(gzip.compress(source.encode(), mtime=0)).decode("ascii")
+        _plotly = licence.replace("--", "- -"), packed
+    return _plotly
+
+
+def _part(name: str) -> str:
+    return resources.files("lit_resinit.report").joinpath(name).read_text(encoding="utf-8")
+
+
+# -------------------------------------------------------------------- the data in it
+
+
+def page_data(history: History, about: dict[str, Any], state: str = "") -> dict[str, Any]:
+    """Everything the page shows, as plain types without NaN or infinity.
+
+    Args:
+        history: The history.
+        about: What :func:`about_run` returned.
+        state: One sentence on the run.
+
+    Returns:
+        ``ratio``, ``g`` and ``grad`` are lists ``(rows, steps)``; ``rows`` says which branch a row is.
+    """
+    branches = _branches(history, about)
+    rows = _evenly(len(branches), _ROWS)
+    records = _evenly(len(history), max(2, min(600, _CELLS // max(1, len(rows)))))
+    steps = history.steps
+    on = sum(b["on"] is not None for b in branches)
+    floor = max(history.on_ratio / 100, 1e-8)
+    first, last = (history.var_stream[i] if len(history) else torch.zeros(0) for i in (0, -1))
+    return {
+        "state": state,
+        "tiles": _tiles(history, about, on),
+        "notes": _notes(history, about, on, len(rows), len(records)),
+        "verdicts": [*about["verdicts"].items()],
+        "plan": about["plan"],
+        "columns": [list(c) for c in _COLUMNS],
+        "branches": branches,
+        "rows": rows,
+        "curves": _CURVES,
+        "steps": [int(steps[i]) for i in records],
+        "lowest": floor,
+        **{
+            key: [_plain(row) for row in getattr(history, name)[records][:, rows].T]
+            for key, name in (("ratio", "variance_ratio"), ("g", "gate_max"), ("grad", "gate_grad"))
+        },
+        "stream": {
+            "first": _plain(first),
+            "last": _plain(last),
+            "from": int(steps[0]) if len(history) else None,
+            "to": int(steps[-1]) if len(history) else None,
+            "decades": _decades(torch.cat([first, last])),
+        },
+    }
+
+
+def _branches(history: History, about: dict[str, Any]) -> list[dict[str, Any]]:
+    order = {name: i + 1 for i, name in enumerate(history.order())}
+    on, use = history.switched_on(), about["usefulness"] or {}
+    unknown = torch.full((len(history.branches),), math.nan)
+    g, ratio = (_plain(history.newest(q) if len(history) else unknown) for q in ("gate_max", "variance_ratio"))
+    empty = {"skip": "", "action": "", "kind": "", "gate": "", "status": "", "woke": None}
+    return [
+        {
+            "depth": depth,
+            "name": name,
+            **about["branches"].get(name, empty),
+            "g": g[depth],
+            "ratio": ratio[depth],
+            "on": on[name],
+            "order": order.get(name),
+            "use": _digits(use[name]) if name in use else None,
+        }
+        for depth, name in enumerate(history.branches)
+    ]
+
+
+def _tiles(history: History, about: dict[str, Any], on: int) -> list[list[str]]:
+    statuses = [b["status"] for b in about["branches"].values() if b["status"]]
+    troubled = sum(s in ALARMS for s in statuses)
+    asleep = sum(s == "asleep" for s in statuses)
+    tiles = [
+        ["blocks on", f"{on} / {len(history.branches)}"],
+        ["last record, step", str(int(history.steps[-1])) if len(history) else "-"],
+        ["identity at the start", about["start"] or "not judged"],
+    ]
+    if statuses:
+        verdict = f"{troubled} in trouble" if troubled else f"{asleep} asleep" if asleep else "all learn"
+        tiles.append(["gates", f"{verdict}, of {len(statuses)}"])
+    return tiles
+
+
+def _notes(history: History, about: dict[str, Any], on: int, rows: int, records: int) -> dict[str, str]:
+    total = len(history.branches)
+    drawn = "" if rows == total else f"{rows:,} of {total:,} branches drawn, evenly by depth. "
+    seen = "" if records == len(history) else f"{records:,} of {len(history):,} records drawn. "
+    curves = len(range(0, rows, max(1, math.ceil(rows / _CURVES))))
+    lines = "" if curves == total else f"{curves} of {total:,} branches, evenly by depth; "
+    never = [name for name, step in history.switched_on().items() if step is None]
+    missed = (
+        f" Never: {', '.join(never[:6])}{f' and {len(never) - 6:,} more' if len(never) > 6 else ''}." if never else ""
+    )
+    return {
+        "map": f"Colour: variance of the branch over that of the stream entering its addition. Dots: the first record "
+        f"at which it reached {history.on_ratio:g}. {drawn}{seen}".strip(),
+        "gates": f"Largest |g| of each branch, measured from its closing value; {lines}from the "
+        "first (dark) to the last (light).",
+        "order": f"{on} of {total:,} branches switched on.{missed}",
+        "stream": "The residual stream as it enters each addition, at the first and at the last record.",
+        "use": about["agreement"] or "Loss with the gate closed minus loss, by the order of switching on.",
+    }
+
+
+def _evenly(size: int, most: int) -> list[int]:
+    """At most ``most`` positions of ``size``, evenly spaced, both ends among them."""
+    if size <= most:
+        return list(range(size))
+    return sorted({round(i * (size - 1) / (most - 1)) for i in range(most)})
+
+
+def _plain(row: Tensor) -> list[float | None]:
+    return [_digits(v) for v in row.tolist()]
+
+
+def _digits(value: float) -> float | None:
+    """Four significant digits; None for what JSON has no number for."""
+    return float(f"{value:.4g}") if math.isfinite(value) else None
+
+
+def _decades(values: Tensor) -> float:
+    positive = values[(values > 0) & values.isfinite()].double()
+    return float((positive.max() / positive.min()).log10()) if positive.numel() else 0.0
+
+
+def clock() -> str:
+    """The time of writing, for people."""
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
