@@ -4,6 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from lit_resinit.errors import (
+    CheckpointError,
     FoldError,
     GateError,
     GateOptimizerError,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Branch",
+    "CheckpointError",
     "FoldError",
     "Gate",
     "GateError",

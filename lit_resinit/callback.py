@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import math
+import sys
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from rich.console import Console
@@ -23,28 +23,43 @@ from lit_resinit.errors import (
     ResInitWarning,
     TraceError,
 )
-from lit_resinit.gradients import SLOW, GradientReport, Observation, Waking, gradient_sizes
-from lit_resinit.identity import IdentityReport
+from lit_resinit.gradients import SLOW, GradientReport, Observation, Waking, gradient_sizes, until_unfrozen
+from lit_resinit.hooks import Applied, LoadHook, applied_plan, inserted_gates, mark_applied, was_closed
+from lit_resinit.identity import IdentityReport, peak_of, to_host
 from lit_resinit.inputs import first_batch, training_step
 from lit_resinit.plan import ResidualPlan, Scheme, as_arguments, check_arguments, check_patterns, plan_forward
 from lit_resinit.report.files import check_report, is_page, replace_file
 from lit_resinit.report.page import LivePage, about_run, clock, later
 from lit_resinit.report.tables import history_table
-from lit_resinit.schemes import applied_plan, apply_
-from lit_resinit.trace import Run, call_model, clean_name
+from lit_resinit.schemes import apply_
+from lit_resinit.trace import Run, call_model, clean_name, is_sharded
 from lit_resinit.usefulness import Agreement, agreements, measure_usefulness
 from lit_resinit.watch import History, Moments, Watcher, gate_statistics, metrics, to_record
 from lit_resinit.words import together
 
-try:
+
+def _callback_class() -> Any:
+    """``Callback`` of the package that is in use; of both, when both are: each knows only its own."""
+    names = ("lightning.pytorch", "pytorch_lightning")
+    loaded = [sys.modules[name].Callback for name in names if hasattr(sys.modules.get(name), "Callback")]
+    if not loaded:
+        try:
+            import lightning.pytorch as package
+        except ImportError:  # pragma: no cover - only the older package is installed
+            import pytorch_lightning as package  # type: ignore[no-redef]
+        loaded = [package.Callback]
+    return loaded[0] if len(loaded) == 1 else type("Callback", tuple(loaded), {})
+
+
+if TYPE_CHECKING:
     from lightning.pytorch import Callback
-except ImportError:  # pragma: no cover - the older package has the same class under another name
-    from pytorch_lightning import Callback  # type: ignore[assignment]
+else:
+    Callback = _callback_class()
 
 Policy = Literal["raise", "warn", "ignore"]
-_trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # their gates have moved: no identity to prove any more
 STILL = 0.01  # part of the median movement below which a gate has not moved
 _SETTLED = 5  # steps after which movements can be compared
+_STEPS_TO_MOVE = 2  # steps after which a gate with a gradient should have left its closing value
 _SCALER_WAIT = 50  # steps that a gradient scaler may skip before its overflow counts as ours
 
 
@@ -138,18 +153,29 @@ class ResidualInit(Callback):
         self._before: dict[str, Any] | None = None  # what was known of the run when its checkpoint was written
         self._resumed = False
         self._late: ResInitError | None = None
+        self._mark: Applied | None = None
+        self._slept: dict[str, int] = {}
+        self._loading: Any = None
         self._watch = _Watch()
 
     # ---------------------------------------------------------------- 1. close the gates
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Find the branches and close their gates, once, at the start of a fresh training."""
-        if stage != "fit":
+        """Find the branches and close their gates, once, at the start of a fresh training.
+
+        In the other verbs the gates that a checkpoint brings are inserted when it is loaded, and nothing else is done.
+        """
+        if stage == "fit":
+            _refuse_strategy(trainer.strategy)
+            self._check_report(trainer)
+            self._resumed, self._mark, self._slept = False, None, {}
+            self._close_gates(trainer, pl_module)
+        if applied_plan(pl_module) is None:
+            self._explain_loading(pl_module, LoadHook(inserts=stage != "fit"))
+
+    def _close_gates(self, trainer: Any, pl_module: Any) -> None:
+        if self._recognise(trainer, pl_module):
             return
-        self._check_report(trainer)
-        if self._recognise(pl_module):
-            return
-        self._resumed = False
         try:
             self._prepare(trainer, pl_module)
         except (NoBranchError, TraceError) as error:
@@ -167,31 +193,43 @@ class ResidualInit(Callback):
                 check_report(self.report)
             except ResInitError as error:
                 problem = error
-        if self._agreed(trainer, problem is not None):
+        if self._any_rank(trainer, problem is not None):
             raise problem or ResInitError(f"checking the report's path: rank 0 cannot write {self.report!r}.")
         self._page = LivePage(self.report) if is_page(self.report) else None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Second chance for a network built in ``setup`` or ``configure_model``: closing only, no inserting."""
-        if self._late is None or self._recognise(pl_module):
-            self._late = None
+        late, self._late = self._late, None
+        if late is None or self._recognise(trainer, pl_module):
             return
-        self._late = None
         if trainer.ckpt_path is not None:
             self._resumed = True
+        _refuse_sharded(pl_module)
         self._prepare(trainer, pl_module, late=True)
 
-    def _recognise(self, pl_module: nn.Module) -> bool:
-        """Whether a plan was applied to this module or a part of it before: then no second one is made."""
+    def _recognise(self, trainer: Any, pl_module: nn.Module) -> bool:
+        """Whether gates of this module or a part of it were closed before: then they are only watched."""
         found = applied_plan(pl_module)
-        if found is None:
-            return False
-        name, plan = found
-        self._accept(plan.below(name))
-        return True
+        if found is not None:
+            name, self._mark = found
+            self._accept(self._mark.plan.below(name))
+        elif was_closed(pl_module):
+            plan = self._plan(trainer, pl_module, "observe")
+            self._mark = mark_applied(pl_module, plan, moved=True)
+            self._accept(plan)
+        return self._mark is not None
+
+    def _explain_loading(self, pl_module: nn.Module, hook: LoadHook) -> None:
+        self._stop_explaining()
+        self._loading = pl_module.register_load_state_dict_pre_hook(hook)
+
+    def _stop_explaining(self) -> None:
+        if self._loading is not None:
+            self._loading.remove()
+            self._loading = None
 
     def _prepare(self, trainer: Any, pl_module: nn.Module, late: bool = False) -> None:
-        plan = self._plan(trainer, pl_module)
+        plan = self._plan(trainer, pl_module, self.scheme)
         if late and any(b.action in ("insert", "sqrt_depth") for b in plan.branches):
             raise ResInitError(
                 "closing the gates: expected the network and a batch when the callback is set up, found them only "
@@ -201,17 +239,20 @@ class ResidualInit(Callback):
                 "`configure_model` (or `setup`), or use scheme='last_layer'."
             )
         _check_copies(trainer, plan)
-        if not (late and self._resumed):
+        if late and self._resumed:
+            self._mark = mark_applied(pl_module, plan, moved=True)
+        else:
             apply_(pl_module, plan, overwrite_trained=self.overwrite_trained)
+            self._mark = mark_applied(pl_module, plan)
         self._accept(plan)
 
-    def _plan(self, trainer: Any, pl_module: nn.Module) -> ResidualPlan:
-        check_arguments(pl_module, self.scheme, self.include, self.exclude)
+    def _plan(self, trainer: Any, pl_module: nn.Module, scheme: Scheme) -> ResidualPlan:
+        check_arguments(pl_module, scheme, self.include, self.exclude)
         tried: list[str] = []
         for what, inputs in _candidates(trainer, pl_module, self.example_inputs, tried):
             run: Run = call_model if what != "a batch of the training data" else training_step(trainer)
             try:
-                return plan_forward(pl_module, inputs, {}, run, self.scheme, self.include, self.exclude)
+                return plan_forward(pl_module, inputs, {}, run, scheme, self.include, self.exclude)
             except TraceError as error:
                 tried.append(f"{what}: {error}")
         raise TraceError(
@@ -230,7 +271,8 @@ class ResidualInit(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
         """Every gate has to be in an optimizer, and should not be decayed."""
-        fresh = trainer.global_step == 0 and not self._resumed and pl_module not in _trained
+        moved = self._mark is not None and self._mark.moved
+        fresh = trainer.global_step == 0 and not self._resumed and not moved
         self._watch = _Watch(judge=self.plan is not None, fresh=fresh)
         if self.plan is not None:
             _check_optimizers(trainer, pl_module, self.plan)
@@ -258,9 +300,9 @@ class ResidualInit(Callback):
         if observation is None or not fresh or self.plan is None:
             return
         self.identity_report = observation.identity
-        found = not self.identity_report.ok
-        if self._agreed(trainer, found):
-            self._act(self.identity, IdentityError(str(self.identity_report), self.identity_report))
+        found = self._agreed(trainer, "" if self.identity_report.ok else str(self.identity_report))
+        if found:
+            self._act(self.identity, IdentityError(found, self.identity_report))
         changed = [s for s in self.identity_report.stacks if s.changed_by and s.deviation > 0]
         if changed and not found:
             _warn(
@@ -278,26 +320,33 @@ class ResidualInit(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: nn.Module, optimizer: Any) -> None:
         """Unscaled, unclipped gradients: judge them if that is still due, look at sleepers again, record."""
-        if self.plan is None or not self._holds_gates(optimizer, pl_module):
+        if self.plan is None or not self._holds_gates(trainer, optimizer, pl_module):
             return
         if not pl_module.automatic_optimization:
             self._watch.stop_forward(None)
             self._judge_identity(trainer)
-        accepted = trainer.scaler is None or _all_finite(optimizer)
-        if accepted or self._watch.waited >= _SCALER_WAIT:
+        if self._watch.due:
+            self._judge_step(trainer, pl_module, optimizer)
+        self._record(trainer, pl_module)
+        if self._mark is not None:
+            self._mark.moved = True
+
+    def _judge_step(self, trainer: Any, pl_module: nn.Module, optimizer: Any) -> None:
+        skipped = trainer.scaler is not None and self._any_rank(trainer, not _all_finite(optimizer))
+        if not skipped or self._watch.waited >= _SCALER_WAIT:
             self._judge_gradients(trainer, pl_module)
             self._look_again(trainer, pl_module, optimizer)
+            self._warn_about_rest(pl_module, optimizer)
         elif self._watch.judge:
             self._watch.waited += 1
             self._watch.drop()
-        self._record(trainer, pl_module)
 
-    def _holds_gates(self, optimizer: Any, pl_module: nn.Module) -> bool:
-        """Whether this optimizer moves any gate (with several optimizers, the others say nothing about gates)."""
+    def _holds_gates(self, trainer: Any, optimizer: Any, pl_module: nn.Module) -> bool:
+        """Whether this optimizer moves any gate: where some do, the others say nothing about gates."""
         assert self.plan is not None
         wanted = {g.parameter for g in self.plan.gates} | set(self.plan.zero_layers)
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return not wanted or any(id(p) in held for n, p in pl_module.named_parameters() if clean_name(n) in wanted)
+        ours = {id(p) for n, p in pl_module.named_parameters() if clean_name(n) in wanted}
+        return not ours & _held(trainer.optimizers) or bool(ours & _held([optimizer]))
 
     def _judge_gradients(self, trainer: Any, pl_module: nn.Module) -> None:
         observation = self._watch.observation
@@ -307,7 +356,13 @@ class ResidualInit(Callback):
         observation.finish()
         self._watch.observation = None
         self.gradient_report = observation.gradients
+        if _will_unfreeze(trainer):
+            self.gradient_report = until_unfrozen(self.gradient_report, pl_module)
         self._watch.waking = Waking(self.gradient_report, self.patience)
+        self._watch.alive = {n for n, g in self.gradient_report.gates.items() if g.status == "alive"}
+        if self._slept:  # a run that was resumed: this is one more look at those that slept before
+            self.gradient_report = self._watch.waking.resume(pl_module, self._slept)
+            self._slept = {}
         self._watch.judged_now = True
         self._alarm(trainer)
         self._warn_about_sizes()
@@ -318,16 +373,43 @@ class ResidualInit(Callback):
         if self._watch.judged_now:
             self._watch.judged_now = False
             return
-        if waking is None or not waking.waiting or all(g["lr"] == 0 for g in optimizer.param_groups):
+        if waking is None or not self._watch.waiting or all(g["lr"] == 0 for g in optimizer.param_groups):
             return
         self.gradient_report = waking.step(pl_module)
         self._alarm(trainer)
 
+    def _warn_about_frozen(self, pl_module: nn.Module) -> None:
+        waiting = self._watch.waking.slept if self._watch.waking is not None else {}
+        frozen = [n for n, p in pl_module.named_parameters() if clean_name(n) in waiting and not p.requires_grad]
+        if frozen:
+            _warn(
+                f"{len(frozen)} gates are still frozen at the end ({together(frozen)}): they were to be unfrozen, and "
+                "were not, so their branches never contributed. Unfreeze them earlier, or train longer."
+            )
+
+    def _warn_about_rest(self, pl_module: nn.Module, optimizer: Any) -> None:
+        """An optimizer whose step is proportional to the weight's own norm (LARS, LAMB) never leaves zero."""
+        if self.plan is None or self._watch.judge or self._watch.steps > _STEPS_TO_MOVE:
+            return
+        if self._watch.steps == _STEPS_TO_MOVE and self._watch.alive:
+            resting = _resting(optimizer, pl_module, self.plan, self._watch.alive)
+            if resting:
+                _warn(
+                    f"{type(optimizer).__name__} has not moved {len(resting)} zero tensors in {_STEPS_TO_MOVE} steps, "
+                    f"although each has a gradient: {together(resting)}. A step proportional to the weight's norm "
+                    "(LARS, LAMB) leaves a zero where it is. Give them plain steps, in a group of their own: "
+                    "`lit_resinit.param_groups(self, plan)`."
+                )
+        self._watch.steps += any(g["lr"] != 0 for g in optimizer.param_groups)
+
     def _alarm(self, trainer: Any) -> None:
         report = self.gradient_report
         assert report is not None
-        if self._agreed(trainer, not report.ok):
-            self._act(self.gradient, GradientError(str(report), report))
+        found = self._agreed(trainer, "" if report.ok else str(report))
+        if found:
+            self._act(self.gradient, GradientError(found, report))
+        waking = self._watch.waking
+        self._watch.waiting = self._any_rank(trainer, waking is not None and waking.waiting)
 
     def _warn_about_sizes(self) -> None:
         assert self.gradient_report is not None
@@ -354,17 +436,18 @@ class ResidualInit(Callback):
     def _record(self, trainer: Any, pl_module: nn.Module) -> None:
         self._watch.collect()
         moments = self._watch.moments
-        if self.plan is None or moments is None or not moments.update_called or self._watch.recorded:
+        if self.plan is None or moments is None or self._watch.recorded:
             return
-        gates = gate_statistics(pl_module, self.plan)
-        record = to_record(trainer.global_step, gates, moments)
+        moments.update(*torch.zeros(3, 2 * len(self.plan), device=moments.device))  # also where no block ran
+        record = to_record(trainer.global_step, gate_statistics(pl_module, self.plan), moments)
+        if bool(record.var_stream.isnan().all()):  # on no rank
+            self._watch.end_record()
+            return
         self.history.append(record.step, record.gates, record.var_stream, record.var_branch)
         self._watch.recorded = True
 
     def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Send the record to every logger; a batch without backward or optimizer step is tried again."""
-        if trainer.global_step:
-            _trained.add(pl_module)
         if self._watch.recorded:
             self._send(trainer, pl_module)
             self._unpictured = True
@@ -399,6 +482,7 @@ class ResidualInit(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
         """Print the table, and write what was asked for."""
+        self._warn_about_frozen(pl_module)
         if self.plan is None or not len(self.history):
             return
         if self._measure_usefulness:
@@ -465,8 +549,14 @@ class ResidualInit(Callback):
 
     # ---------------------------------------------------------------- verdicts and state
 
-    def _agreed(self, trainer: Any, found: bool) -> bool:
-        """One rank's finding is every rank's: all of them raise, or none."""
+    def _agreed(self, trainer: Any, message: str) -> str:
+        """One rank's finding is every rank's, so that all of them raise, or none; "" when none found anything."""
+        if not trainer.strategy.reduce_boolean_decision(bool(message), all=False):
+            return ""
+        found = _of_every_rank(message)
+        return message or found
+
+    def _any_rank(self, trainer: Any, found: bool) -> bool:
         return bool(trainer.strategy.reduce_boolean_decision(found, all=False))
 
     def _act(self, policy: Policy, error: ResInitError) -> None:
@@ -479,6 +569,7 @@ class ResidualInit(Callback):
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
         """Leave no hook or mode behind, and a page that says what stopped the run."""
         self._watch.close()
+        self._stop_explaining()
         _give_back_loader(trainer, pl_module)
         if self.plan is not None:
             self._follow(trainer, f"stopped by {type(exception).__name__}", last=True)
@@ -486,21 +577,37 @@ class ResidualInit(Callback):
     def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
         """Leave no hook or mode behind, nor the bound ``log`` methods of the Trainer, which hold the module."""
         self._watch.close()
+        self._stop_explaining()
         _give_back_loader(trainer, pl_module)
         for name in ("log", "log_dict"):
             vars(self).pop(name, None)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain types only, so that the checkpoint loads with ``weights_only=True``."""
-        return {"closed": self.plan is not None, "history": self.history.to_dict(), "about": self._about()}
+        folds = {g.parameter: [[n, g.value] for n in g.folds_into] for g in self.plan.gates} if self.plan else {}
+        return {
+            "closed": self.plan is not None,
+            "history": self.history.to_dict(),
+            "slept": self._watch.waking.slept if self._watch.waking is not None else dict(self._slept),
+            "folds": folds,
+            "about": self._about(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the history of the run that is resumed."""
+        """Continue the history of the run that is resumed, and the patience with what slept."""
         self._resumed = bool(state_dict["closed"])
         self._before = state_dict.get("about")
+        self._slept = {str(k): int(v) for k, v in state_dict["slept"].items()}
         history = History.from_dict(state_dict["history"])
         if not self.history.branches or history.branches == self.history.branches:
             self.history = history
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: nn.Module, checkpoint: dict[str, Any]) -> None:
+        """Tell gates that came with the checkpoint into which weights they fold."""
+        folds = checkpoint["callbacks"].get(self.state_key, {}).get("folds", {})
+        for name, hook in inserted_gates(pl_module):
+            if not hook.folds_into and name in folds:
+                hook.folds_into = tuple((str(n), float(v)) for n, v in folds[name])
 
 
 class _Watch:
@@ -511,10 +618,18 @@ class _Watch:
         self.observation: Observation | None = None
         self.waking: Waking | None = None
         self.waited, self.judged_now = 0, False
+        self.alive: set[str] = set()
+        self.waiting = False  # for a gate asleep, on any rank
+        self.steps = 0  # real ones since the verdict
         self.moments: Moments | None = None
         self.recorded = self.logs = False
         self._watcher: Watcher | None = None
         self._modes = contextlib.ExitStack()
+
+    @property
+    def due(self) -> bool:
+        """Whether the next optimizer step has something to judge."""
+        return self.judge or self.waiting or self.steps <= _STEPS_TO_MOVE
 
     def start(self, trainer: Any, model: nn.Module, plan: ResidualPlan, batch: Any) -> None:
         """Enter the modes for one forward."""
@@ -593,6 +708,30 @@ def _may_come_later(pl_module: nn.Module) -> bool:
     """Whether the module builds something after ``Callback.setup``: it overrides ``setup`` or ``configure_model``."""
     base: Any = next(c for c in type(pl_module).__mro__ if c.__name__ == "LightningModule")
     return any(getattr(type(pl_module), n) is not getattr(base, n) for n in ("setup", "configure_model"))
+
+
+def _refuse_strategy(strategy: Any) -> None:
+    """Strategies after whose wrapping neither a gate nor its gradient can be read."""
+    names = {c.__name__ for c in type(strategy).__mro__} & {"FSDPStrategy", "DeepSpeedStrategy"}
+    if names:
+        raise ResInitError(
+            f"setting up under {min(names)}: expected parameters that keep their values and gradients, found a "
+            "strategy that packs them into flat buffers, where a gate can neither be closed later nor judged. Use "
+            "ModelParallelStrategy (FSDP2). Or close the gates yourself, with `apply_(self, make_plan(self, ...))` at "
+            "the end of `__init__`, check them once on one device with `Trainer(devices=1, fast_dev_run=True, "
+            "callbacks=[ResidualInit()])`, and train without the callback. Nothing was changed."
+        )
+
+
+def _refuse_sharded(pl_module: nn.Module) -> None:
+    """The forward of a sharded network cannot be traced: its parameters are put together while it runs."""
+    sharded = [n for n, p in pl_module.named_parameters() if is_sharded(p)]
+    if sharded:
+        raise ResInitError(
+            f"closing the gates: expected a network that is not sharded yet, found {len(sharded)} sharded parameters "
+            f"({together(sharded)}). In `configure_model`, after building and before `fully_shard`, call "
+            "`apply_(self.net, make_plan(self.net, ...))`; this callback recognises it. Nothing was changed."
+        )
 
 
 def _check_copies(trainer: Any, plan: ResidualPlan) -> None:
@@ -675,6 +814,24 @@ def _accumulates(trainer: Any) -> bool:
     return bool(trainer.fit_loop._should_accumulate())
 
 
+def _of_every_rank(message: str) -> str:
+    """The first message that is none of this rank's silence, with the rank that has it."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return "on another rank, which says more."
+    messages: list[str] = [""] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(messages, message)
+    return next((f"on rank {rank}: {text}" for rank, text in enumerate(messages) if text), "")
+
+
+def _held(optimizers: Sequence[Any]) -> set[int]:
+    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+
+
+def _will_unfreeze(trainer: Any) -> bool:
+    """Whether a callback of the kind of ``BackboneFinetuning`` unfreezes parameters later."""
+    return any(hasattr(c, "unfreeze_and_add_param_group") for c in trainer.callbacks)
+
+
 def _all_finite(optimizer: Any) -> bool:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     sizes = gradient_sizes({str(i): p for i, p in enumerate(parameters)})
@@ -713,6 +870,21 @@ def _settings(trainer: Any, pl_module: nn.Module) -> dict[str, str]:
         for n, p in pl_module.named_parameters()
         if id(p) in held
     }
+
+
+def _resting(optimizer: Any, pl_module: nn.Module, plan: ResidualPlan, alive: set[str]) -> list[str]:
+    """Gates and zero layers among ``alive`` that this optimizer holds, with a rate above zero, and that are closed."""
+    stepped = {id(p) for group in optimizer.param_groups if group["lr"] != 0 for p in group["params"]}
+    closing = {g.parameter: g for g in plan.gates} | dict.fromkeys(plan.zero_layers)
+    gaps: dict[str, Tensor] = {}  # of a sharded one the part that is here: the rank that has it warns
+    for name, parameter in ((clean_name(n), p) for n, p in pl_module.named_parameters()):
+        if name in closing and name in alive and id(parameter) in stepped:
+            gate, value = closing[name], getattr(parameter, "_local_tensor", parameter).detach()
+            if gate is not None:
+                value = (value if gate.index is None else value[gate.index]) - gate.value
+            peak = peak_of(value)
+            gaps |= {} if peak is None else {name: peak}
+    return [name for name, gap in zip(gaps, to_host(list(gaps.values())), strict=True) if gap == 0.0]
 
 
 def _usefulness(trainer: Any, pl_module: Any, plan: ResidualPlan, batches: int = 4) -> dict[str, float]:

@@ -53,6 +53,12 @@ class FoldError(ResInitError):
     code = "RI105"
 
 
+class CheckpointError(ResInitError):
+    """A state dict and a model do not have the same inserted gates."""
+
+    code = "RI106"
+
+
 class IdentityError(ResInitError):
     """A branch contributes something before the first step."""
 

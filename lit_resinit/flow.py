@@ -65,9 +65,13 @@ class GradientProbe(IdentityProbe):
         super()._finish(call, func, args, kwargs, out)
         self._fresh = [t for t in (out if isinstance(out, list | tuple) else (out,)) if isinstance(t, Tensor)]
 
-    def _leaf(self, tensor: Tensor, op: str, name: str, *, data: bool = False, learned: bool = False) -> int:
-        index = super()._leaf(tensor, op, name, data=data, learned=learned)
-        if op in ("input", "constant", "buffer"):
+    def _leaf(
+        self, tensor: Tensor, op: str, name: str, *, data: bool = False, learned: bool = False, anew: bool = False
+    ) -> int:
+        index = super()._leaf(tensor, op, name, data=data, learned=learned, anew=anew)
+        if anew:
+            self._parameter_names[id(tensor)] = name
+        if anew or op in ("input", "constant", "buffer"):
             self._note_peak(index, tensor)
         return index
 
@@ -125,7 +129,7 @@ class GradientProbe(IdentityProbe):
         leaves = [n for n in self.graph.nodes if n.op == "parameter"]
         sizes = [peak_of(self._model_parameters[n.name]) for n in leaves]
         known = to_host([torch.full((), math.nan) if s is None else s for s in sizes])
-        values = self.peaks() | {n.index: v for n, v in zip(leaves, known, strict=True)}
+        values = {n.index: v for n, v in zip(leaves, known, strict=True)} | self.peaks()
         frozen = {n for n, p in self._model_parameters.items() if not p.requires_grad}
         return Flow(self.graph, values, arriving, edges, dict(self.addition_calls), frozen)
 

@@ -18,7 +18,7 @@ from lit_resinit.flow import Flow, GradientProbe, Reason
 from lit_resinit.gates import holds
 from lit_resinit.identity import IdentityReport, peak_of, to_host
 from lit_resinit.plan import ResidualPlan
-from lit_resinit.trace import clean_name
+from lit_resinit.trace import clean_name, is_sharded, whole
 from lit_resinit.words import in_columns, together, without_numbers
 
 Status = Literal["alive", "asleep", "dead", "missing", "nonfinite", "exploding"]
@@ -163,7 +163,9 @@ def check_gradients(model: nn.Module, plan: ResidualPlan, flow: Flow | None = No
 class _Judge:
     def __init__(self, model: nn.Module, plan: ResidualPlan, flow: Flow | None) -> None:
         self.plan, self.flow = plan, flow
-        self.parameters = {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
+        self.parameters: dict[str, nn.Parameter] = {
+            clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)
+        }
         self.judged = judged_parameters(plan)
         self.sizes = gradient_sizes(self.parameters)
         self.moving = self._moving() if flow is not None else set()
@@ -200,6 +202,8 @@ class _Judge:
 
     def _without_gradient(self, judged: _Judged, parameter: nn.Parameter, verdict: Any) -> GateGradient:
         if not parameter.requires_grad:
+            if self._is_open(judged.gate):
+                return verdict("alive", "it is frozen, and open: its branch takes part as it is")  # type: ignore[no-any-return]
             return verdict("missing", "it is frozen (requires_grad is False), so its branch stays closed for good")  # type: ignore[no-any-return]
         reader = self.flow.reader(judged.name) if self.flow is not None else 0
         if reader is None:
@@ -211,9 +215,15 @@ class _Judge:
         )
         return verdict("missing", why, source=source)  # type: ignore[no-any-return]
 
+    def _is_open(self, name: str) -> bool:
+        gates = [g for g in self.plan.gates if g.parameter == name]
+        value = whole(self.parameters[name])
+        values = [value if g.index is None else value[g.index] for g in gates]
+        return bool(gates) and not any(holds(v, g.value) for v, g in zip(values, gates, strict=True))
+
     def _silent_elements(self, parameter: nn.Parameter) -> str:
         grad = parameter.grad
-        if grad is None or grad.numel() < 2 or grad.is_sparse:
+        if grad is None or grad.numel() < 2 or grad.is_sparse or is_sharded(grad):
             return ""
         silent = int((grad == 0).sum())
         return f"{silent} of {grad.numel()} elements have no gradient" if silent else ""
@@ -244,7 +254,7 @@ class _Judge:
         return [
             n
             for n in (j.name for j in self.judged)
-            if n in self.parameters and self.sizes.get(n) and holds(self.parameters[n], 0.0)
+            if n in self.parameters and self.sizes.get(n) and holds(whole(self.parameters[n]), 0.0)
         ]
 
     def _moving(self) -> set[str]:
@@ -384,14 +394,25 @@ class _Judge:
 
 
 def gradient_sizes(parameters: dict[str, nn.Parameter]) -> dict[str, float]:
-    """Largest absolute gradient of every parameter that has one, in one transfer."""
+    """Largest absolute gradient of every parameter that has one, in one transfer; of sharded ones over all ranks."""
     grads: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         grad = parameter.grad
         if grad is not None:
             peak = peak_of(grad.coalesce().values() if grad.is_sparse else grad)
             grads[name] = torch.zeros(()) if peak is None else peak
-    return dict(zip(grads, to_host(list(grads.values())), strict=True))
+    sizes = dict(zip(grads, to_host(list(grads.values())), strict=True))
+    sharded = [n for n, p in parameters.items() if is_sharded(p)]
+    return sizes | _largest_of_ranks({n: sizes.get(n) for n in sharded}, parameters) if sharded else sizes
+
+
+def _largest_of_ranks(sizes: dict[str, float | None], parameters: dict[str, nn.Parameter]) -> dict[str, float]:
+    """The sizes over all ranks: a shard may be empty, and a parameter is without gradient only where none has one."""
+    device = next(p.device for n, p in parameters.items() if n in sizes)
+    known = torch.tensor([-1.0 if s is None else s for s in sizes.values()], device=device)
+    known = known.nan_to_num(nan=math.inf, posinf=math.inf)
+    torch.distributed.all_reduce(known, torch.distributed.ReduceOp.MAX)
+    return {n: s for n, s in zip(sizes, known.tolist(), strict=True) if s >= 0.0}
 
 
 # -------------------------------------------------------------------- observing one step
@@ -503,50 +524,72 @@ def observe(model: nn.Module, plan: ResidualPlan, inputs: Any = ()) -> Iterator[
 # -------------------------------------------------------------------- later steps
 
 
+def until_unfrozen(report: GradientReport, model: nn.Module) -> GradientReport:
+    """The report with gates that are frozen now, but will be unfrozen later, as sleepers instead of an alarm."""
+    frozen = {clean_name(n) for n, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    gates = dict(report.gates)
+    for name, gate in report.gates.items():
+        if gate.status == "missing" and name in frozen:
+            gates[name] = dataclasses.replace(gate, status="asleep", cause="it is frozen until it is unfrozen")
+    return GradientReport(gates)
+
+
 class Waking:
     """Gates that were asleep, judged again after each real optimizer step until they wake or ``patience`` is used up.
 
     Args:
         report: The first report.
-        patience: How many real steps a gate may sleep.
+        patience: How many real steps a gate may sleep; steps in which it is frozen do not count.
     """
 
     def __init__(self, report: GradientReport, patience: int) -> None:
         self.report, self.patience = report, patience
         self.steps = 0
         self.woke: dict[str, int] = {}
-        self._asleep = [n for n, g in report.gates.items() if g.status == "asleep"]
+        self.slept = {n: 0 for n, g in report.gates.items() if g.status == "asleep"}
 
     @property
     def waiting(self) -> bool:
         """Whether some gate is still asleep."""
-        return bool(self._asleep)
+        return bool(self.slept)
+
+    def resume(self, model: nn.Module, slept: dict[str, int]) -> GradientReport:
+        """Go on with what gates had slept before a checkpoint; the first report was one more look at them."""
+        again = [n for n in self.slept if n in slept]
+        self.slept |= {n: slept[n] for n in again}
+        return self._look(model, again)
 
     def step(self, model: nn.Module) -> GradientReport:
         """Judge the sleepers by the gradients of one more real step."""
         self.steps += 1
+        return self._look(model, list(self.slept))
+
+    def _look(self, model: nn.Module, names: list[str]) -> GradientReport:
         parameters = {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
-        sizes = gradient_sizes({n: parameters[n] for n in self._asleep if n in parameters})
+        sizes = gradient_sizes({n: p for n, p in parameters.items() if n in self.report.gates})
         gates = dict(self.report.gates)
-        for name in list(self._asleep):
-            size = sizes.get(name)
-            if size is not None and not math.isfinite(size):
-                gates[name] = dataclasses.replace(
-                    gates[name], status="nonfinite", size=size, cause="NaN or inf on waking"
-                )
-            elif size:
-                gates[name] = dataclasses.replace(gates[name], status="alive", cause="", waits_for=None, size=size)
-                self.woke[name] = self.steps
-            elif self.steps >= self.patience:
-                cause = f"it slept through {self.steps} optimizer steps: {gates[name].cause}"
-                gates[name] = dataclasses.replace(
-                    gates[name], status="missing" if size is None else "dead", cause=cause
-                )
-            else:
+        for name in names:
+            if name in parameters and not parameters[name].requires_grad:
                 continue
-            self._asleep.remove(name)
+            self.slept[name] += 1
+            verdict = self._verdict(gates[name], sizes.get(name))
+            if verdict.status != "asleep":
+                gates[name] = verdict
+                del self.slept[name]
         self.report = GradientReport(gates)
         return self.report
+
+    def _verdict(self, gate: GateGradient, size: float | None) -> GateGradient:
+        if size is not None and not math.isfinite(size):
+            return dataclasses.replace(gate, status="nonfinite", size=size, cause="NaN or inf on waking")
+        if size:
+            self.woke[gate.parameter] = self.steps
+            return dataclasses.replace(gate, status="alive", cause="", waits_for=None, size=size)
+        slept = self.slept[gate.parameter]
+        if slept < self.patience:
+            return gate
+        cause = f"it slept through {slept} optimizer steps: {gate.cause}"
+        return dataclasses.replace(gate, status="missing" if size is None else "dead", cause=cause)
 
 
 # -------------------------------------------------------------------- words

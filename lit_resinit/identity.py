@@ -16,7 +16,7 @@ from lit_resinit.branches import Address
 from lit_resinit.errors import IdentityError
 from lit_resinit.gates import Gate, holds
 from lit_resinit.plan import CONSTANT_SCHEMES, Branch, ResidualPlan, as_arguments
-from lit_resinit.trace import Call, Recorder, clean_name, keep_rng, keep_state, measuring
+from lit_resinit.trace import Call, Recorder, clean_name, keep_rng, keep_state, measuring, whole
 from lit_resinit.words import together, without_numbers
 
 Cause = Literal["unzeroed scale", "bias after scale", "ungated branch", "nonfinite branch", "stream changed"]
@@ -101,7 +101,9 @@ class IdentityProbe(Recorder):
         self._peak_of: dict[int, int] = {}
         super().__init__(model, inputs)
         self.plan = plan
-        self._model_parameters = {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
+        self._model_parameters: dict[str, Tensor] = {
+            clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)
+        }
         self._planned = {b.address: b for b in plan.active}
         self._counts: dict[tuple[str, str, str], int] = {}
         self.addition_calls: dict[str, int] = {}
@@ -172,8 +174,16 @@ class IdentityProbe(Recorder):
 
     def identity(self) -> IdentityReport:
         """The verdicts, in one transfer from the device."""
+        self._gather_parameters()
         with measuring():
             return self._report()
+
+    def _gather_parameters(self) -> None:
+        """Sharded parameters that the verdicts need, as a whole; every rank has to come here."""
+        wanted = {n for b in self.plan.active for g in b.gates for n in (g.parameter, *g.biases)}
+        for name in wanted.union(*(b.factor for b in self.plan.active)):
+            if name in self._model_parameters:
+                self._model_parameters[name] = whole(self._model_parameters[name])
 
     def _report(self) -> IdentityReport:
         names = list(self._compared)
@@ -294,9 +304,9 @@ def mean_and_variance(tensor: Tensor) -> tuple[Tensor, Tensor]:
 def peak_of(tensor: Tensor) -> Tensor | None:
     """Largest absolute value as a scalar tensor, NaN or inf where there is one; None for a tensor without values."""
     try:
-        if tensor.numel() == 0 or tensor.is_meta:
+        values = getattr(tensor, "_local_tensor", tensor).detach()  # of a sharded tensor the part that is here
+        if values.numel() == 0 or values.is_meta:
             return None
-        values = tensor.detach()
         if values.dtype == torch.bool:
             return values.any().float()
         if not values.dtype.is_floating_point:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lit_resinit.errors import FoldError, ResInitError, TrainedWeightsError
 from lit_resinit.gates import Gate, inserted_name
+from lit_resinit.hooks import (
+    ConstantHook,
+    GateHook,
+    attach,
+    detach,
+    forget_applied,
+    gate_hooks,
+    insert_gate,
+    mark_applied,
+)
 from lit_resinit.plan import Branch, ResidualPlan
 from lit_resinit.trace import clean_name
 
 _CONSTANT = 1e-6  # spread, relative to size, up to which a weight counts as constant
 _BIAS_SPREAD = 1e-2  # spread of a norm's bias that an initialisation does not give
-_applied: weakref.WeakKeyDictionary[nn.Module, ResidualPlan] = weakref.WeakKeyDictionary()
 
 
 class ScalarGate(nn.Module):
@@ -48,43 +54,6 @@ class ScalarGate(nn.Module):
     def forward(self, branch: Tensor) -> Tensor:
         """Multiply the branch ``(...)`` by the gate, in the branch's own dtype."""
         return branch * self.gate.to(branch.dtype)
-
-
-@dataclasses.dataclass(slots=True)
-class GateHook:
-    """Forward hook that multiplies one tensor of a module's output by the scalar kept on that very module.
-
-    It holds no reference to a module, so that copies, pickles and shards of the model use their own scalar.
-    """
-
-    leaf: int
-    module: str
-    folds_into: tuple[tuple[str, float], ...]
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Return the output with the tensor multiplied."""
-        return _scaled(output, self.leaf, getattr(module, inserted_name(self.leaf)))
-
-
-@dataclasses.dataclass(slots=True)
-class ConstantHook:
-    """Forward hook that multiplies one tensor of a module's output by a constant (1/sqrt(L))."""
-
-    leaf: int
-    factor: float
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Return the output with the tensor multiplied."""
-        return _scaled(output, self.leaf, self.factor)
-
-
-def _scaled(output: Any, leaf: int, factor: Tensor | float) -> Any:
-    if isinstance(output, Tensor):
-        return output * (factor.to(output.dtype) if isinstance(factor, Tensor) else factor)
-    leaves, spec = tree_flatten(output)
-    positions = [i for i, value in enumerate(leaves) if isinstance(value, Tensor)]
-    leaves[positions[leaf]] = _scaled(leaves[positions[leaf]], 0, factor)
-    return tree_unflatten(leaves, spec)
 
 
 def apply_(model: nn.Module, plan: ResidualPlan, *, overwrite_trained: bool = False) -> nn.Module:
@@ -122,16 +91,8 @@ def apply_(model: nn.Module, plan: ResidualPlan, *, overwrite_trained: bool = Fa
     with torch.no_grad():
         for gate, branch in {(g.parameter, g.index): (g, b) for b in todo for g in b.gates}.values():
             _write(gate, branch, parameters, modules)
-    _applied[model] = plan
+    mark_applied(model, plan)
     return model
-
-
-def applied_plan(model: nn.Module) -> tuple[str, ResidualPlan] | None:
-    """(dotted name, plan) of the module below ``model`` that a plan was applied to, in this process."""
-    for name, module in model.named_modules():
-        if module in _applied:
-            return clean_name(name), _applied[module]
-    return None
 
 
 def _check_fits(branches: Iterable[Branch], parameters: dict[str, nn.Parameter], modules: dict[str, nn.Module]) -> None:
@@ -196,7 +157,7 @@ def _spread(tensor: Tensor) -> float:
 
 def _write(gate: Gate, branch: Branch, parameters: dict[str, nn.Parameter], modules: dict[str, nn.Module]) -> None:
     if branch.action == "sqrt_depth":
-        modules[gate.module].register_forward_hook(ConstantHook(gate.leaf, branch.length**-0.5), prepend=True)
+        attach(modules[gate.module], ConstantHook(gate.leaf, branch.length**-0.5))
     elif branch.action == "downscale":
         for name in (gate.parameter, *gate.biases):
             parameters[name].mul_(branch.length**-0.5)
@@ -212,9 +173,8 @@ def _write(gate: Gate, branch: Branch, parameters: dict[str, nn.Parameter], modu
 def _insert(gate: Gate, module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
     near = next(module.parameters(), None)
     near = next(iter(parameters.values())) if near is None else near
-    module.register_parameter(inserted_name(gate.leaf), nn.Parameter(torch.zeros(1, device=near.device)))
     folds = tuple((name, gate.value) for name in gate.folds_into)
-    module.register_forward_hook(GateHook(gate.leaf, gate.module, folds), prepend=True)
+    insert_gate(module, GateHook(gate.leaf, gate.module, folds), near.device)
 
 
 # -------------------------------------------------------------------- folding
@@ -246,7 +206,7 @@ def fold_(model: nn.Module) -> list[str]:
     uses: dict[int, int] = {}
     for parameter in parameters.values():
         uses[id(parameter)] = uses.get(id(parameter), 0) + 1
-    found = [(clean_name(n), m, key, hook) for n, m in model.named_modules() for key, hook in _gate_hooks(m)]
+    found = [(clean_name(n), m, key, hook) for n, m in model.named_modules() for key, hook in gate_hooks(m)]
     targets = [_fold_targets(name, hook, parameters, uses) for name, _, _, hook in found]
     names = []
     with torch.no_grad():
@@ -255,13 +215,11 @@ def fold_(model: nn.Module) -> list[str]:
             assert gate is not None
             for parameter, value in weights:
                 parameter.sub_(value).mul_(gate.to(parameter.dtype)).add_(value)
-            del module._forward_hooks[key]
+            detach(module, key)
             names.append(f"{name}.{inserted_name(hook.leaf)}".lstrip("."))
+    if names:
+        forget_applied(model)
     return names
-
-
-def _gate_hooks(module: nn.Module) -> list[tuple[int, GateHook]]:
-    return [(key, hook) for key, hook in module._forward_hooks.items() if isinstance(hook, GateHook)]
 
 
 def _fold_targets(

@@ -175,6 +175,19 @@ class measuring:  # noqa: N801 - used as a function
         _measuring.active = self._before
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether several ranks hold a part of the tensor each (``DTensor``)."""
+    return hasattr(tensor, "full_tensor")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor gathered from its ranks, which all have to call this; any other tensor as it is."""
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.full_tensor()  # type: ignore[attr-defined, no-any-return]
+
+
 def is_not_forward(func: OpOverload) -> bool:
     """Whether an operation is none of the network's forward: a query, a backward pass, or a measurement of ours."""
     return func.namespace == "prim" or _measuring.active or torch._C._current_graph_task_id() != -1
@@ -216,6 +229,7 @@ class Recorder(TorchDispatchMode):
         self._keep_storage = keep_storage
         self._memory: dict[int, _Storage] = {}
         self._objects: dict[int, tuple[Any, int]] = {}
+        self._modules = {clean_name(name): module for name, module in model.named_modules()}
         self._noted = [m for m in model.modules() if not hasattr(m, "_orig_mod")] if note_outputs else []
         self._hooks: list[Any] = []
         for name, parameter in model.named_parameters():
@@ -252,8 +266,10 @@ class Recorder(TorchDispatchMode):
 
     # ---------------------------------------------------------------- values and memory
 
-    def _leaf(self, tensor: Tensor, op: str, name: str, *, data: bool = False, learned: bool = False) -> int:
-        known = self._find(tensor)
+    def _leaf(
+        self, tensor: Tensor, op: str, name: str, *, data: bool = False, learned: bool = False, anew: bool = False
+    ) -> int:
+        known = None if anew else self._find(tensor)
         if known is not None:
             return known
         index = self._add_node(op, (), -1, tuple(tensor.shape), name=name, data=data, learned=learned)
@@ -283,10 +299,22 @@ class Recorder(TorchDispatchMode):
             record = self._memory[key] = _Storage(keep, index)
         record.views[_geometry(tensor)] = index
 
-    def node_of(self, tensor: Tensor) -> int:
-        """Index of the node behind a tensor; a tensor never seen before becomes a constant."""
+    def node_of(self, tensor: Tensor, owner: str = "") -> int:
+        """Index of the node behind a tensor; an unknown one is a constant, or a parameter of the running module."""
         found = self._find(tensor)
+        if isinstance(tensor, nn.Parameter) and (found is None or self.graph.nodes[found].op != "parameter"):
+            name = self._gathered_name(tensor, owner)
+            if name:
+                return self._leaf(tensor, "parameter", name, learned=True, anew=True)
         return self._leaf(tensor, "constant", "") if found is None else found
+
+    def _gathered_name(self, tensor: Tensor, owner: str) -> str:
+        """A sharded module runs with gathered parameters, which nobody has seen before it runs."""
+        module = self._modules.get(owner)
+        for name, parameter in module._parameters.items() if module is not None else ():
+            if parameter is tensor:
+                return f"{owner}.{name}" if owner else name
+        return ""
 
     def _add_node(
         self,
@@ -314,7 +342,7 @@ class Recorder(TorchDispatchMode):
 
     def _begin(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         owner, line = locate(self.names, 2)
-        inputs = tuple(self.node_of(a) for a in tree_iter((args, kwargs)) if isinstance(a, Tensor))
+        inputs = tuple(self.node_of(a, owner) for a in tree_iter((args, kwargs)) if isinstance(a, Tensor))
         numbers = tuple(None if any(isinstance(t, Tensor) for t in tree_iter(a)) else a for a in args)
         others = {k: v for k, v in kwargs.items() if not isinstance(v, Tensor)}
         return Call(func, numbers, others, owner, line, user_line(2), inputs)

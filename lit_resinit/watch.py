@@ -22,7 +22,7 @@ from lit_resinit.errors import ResInitError
 from lit_resinit.gates import Gate
 from lit_resinit.identity import mean_and_variance
 from lit_resinit.plan import Branch, ResidualPlan
-from lit_resinit.trace import clean_name, is_not_forward, locate, measuring, module_names
+from lit_resinit.trace import clean_name, is_not_forward, locate, measuring, module_names, whole
 
 if TYPE_CHECKING:
     import pandas
@@ -164,10 +164,12 @@ def gate_statistics(model: nn.Module, plan: ResidualPlan) -> Tensor:
     Returns:
         ``(4, branches)``, float32, on the device; NaN where a branch has no gate or a gate no gradient.
     """
-    parameters = {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
+    wanted = {g.parameter for b in plan.branches for g in b.gates}
+    named = ((clean_name(n), p) for n, p in model.named_parameters(remove_duplicate=False))
+    gates = {n: (whole(p), None if p.grad is None else whole(p.grad)) for n, p in named if n in wanted}
     cache: dict[tuple[str, int | None], Tensor] = {}
     with measuring():
-        columns = [_branch_statistics(b, parameters, cache) for b in plan.branches]
+        columns = [_branch_statistics(b, gates, cache) for b in plan.branches]
         device = next((c.device for c in columns if c is not None), torch.device("cpu"))
         empty = torch.full((4,), math.nan, device=device)
         return (
@@ -176,13 +178,13 @@ def gate_statistics(model: nn.Module, plan: ResidualPlan) -> Tensor:
 
 
 def _branch_statistics(
-    branch: Branch, parameters: dict[str, nn.Parameter], cache: dict[tuple[str, int | None], Tensor]
+    branch: Branch, gates: dict[str, tuple[Tensor, Tensor | None]], cache: dict[tuple[str, int | None], Tensor]
 ) -> Tensor | None:
     rows = []
     for gate in branch.gates:
         key = gate.parameter, gate.index
-        if gate.parameter in parameters and key not in cache:
-            cache[key] = _statistics(gate, parameters[gate.parameter])
+        if gate.parameter in gates and key not in cache:
+            cache[key] = _statistics(gate, *gates[gate.parameter])
         if key in cache:
             rows.append(cache[key])
     if len(rows) < 2:
@@ -192,8 +194,8 @@ def _branch_statistics(
     return torch.stack([rms[0], stacked[:, 1].amax(), rms[2], stacked[:, 3].sum()])
 
 
-def _statistics(gate: Gate, parameter: nn.Parameter) -> Tensor:
-    value, grad = parameter.detach(), parameter.grad
+def _statistics(gate: Gate, value: Tensor, grad: Tensor | None) -> Tensor:
+    value = value.detach()
     if gate.index is not None:
         value, grad = value[gate.index], None if grad is None else grad[gate.index]
     distance = value.float() - gate.value if gate.value else value.float()

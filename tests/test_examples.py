@@ -1,4 +1,7 @@
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -40,3 +43,31 @@ def test_usefulness_example_runs_small(tmp_path: Path, capsys: pytest.CaptureFix
     printed = capsys.readouterr().out
     for word in ("SGD, seed 0", "AdamW, seed 0", "early switching on", "first-order estimate"):
         assert word in printed
+
+
+def test_plain_loop_learns_and_folds(capsys: pytest.CaptureFixture[str]) -> None:
+    found = example("plain_loop").main(steps=120)
+    assert found["seen"].identity.ok
+    assert found["seen"].gradients.ok
+    assert len(found["folded"]) == len(found["plan"]) == 8
+    assert sum(found["losses"][-20:]) < 0.7 * sum(found["losses"][:20])
+    assert not any("residual_gate" in name for name in found["model"].state_dict())
+    assert "8 gates folded" in capsys.readouterr().out
+
+
+def test_fabric_loop_learns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    found = example("fabric_loop").main(["--steps", "120"])
+    assert found["seen"].identity.ok
+    assert found["seen"].gradients.ok
+    assert sum(found["losses"][-20:]) < 0.7 * sum(found["losses"][:20])
+    assert [len(r) for r in found["ratios"]] == [8, 8]
+    assert bool((found["ratios"][1] > 0).all())
+
+
+def test_fabric_loop_on_two_ranks_prints_one_number_for_both(tmp_path: Path) -> None:
+    script = [sys.executable, str(EXAMPLES / "fabric_loop.py"), "--devices", "2", "--steps", "52"]
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("variance ratio of each branch:") == 1

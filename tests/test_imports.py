@@ -20,6 +20,7 @@ ORDER = [
     "gates",
     "naming",
     "plan",
+    "hooks",
     "schemes",
     "identity",
     "flow",

@@ -108,6 +108,7 @@ def test_error_codes_are_unique_and_stable() -> None:
     codes = {e.__name__: e.code for e in errors}
     assert codes == {
         "ResInitError": "RI100",
+        "CheckpointError": "RI106",
         "NoBranchError": "RI101",
         "TraceError": "RI102",
         "TrainedWeightsError": "RI103",
