@@ -227,11 +227,11 @@ class ResidualInit(Callback):
         found = not self.identity_report.ok
         if self._agreed(trainer, found):
             self._act(self.identity, IdentityError(str(self.identity_report), self.identity_report))
-        changed = [s for s in self.identity_report.stacks if s.changed_by and s.deviation > 0]
-        if changed and not found:
+        rescaled = [s for s in self.identity_report.stacks if s.rescaled_by and s.deviation > 0]
+        if rescaled and not found:
             _warn(
-                f"the stream from {changed[0].first} to {changed[0].last} also passes "
-                f"{', '.join(changed[0].changed_by[:4])}: the branches are closed, "
+                f"the stream from {rescaled[0].first} to {rescaled[0].last} also passes "
+                f"{', '.join(rescaled[0].rescaled_by[:4])}: the branches are closed, "
                 "but the stack is the identity only up to these."
             )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, Literal
 
@@ -46,7 +47,8 @@ class StackIdentity:
     """A chain of branches on one stream: the tensor entering the first against the tensor leaving the last.
 
     ``exact`` is whether they are equal; ``changed_by`` names what the stream passes between the additions (a ReLU, a
-    norm after the sum, a projection); ``growth`` is Var(out)/Var(in), dimensionless.
+    norm after the sum, a projection), ``rescaled_by`` those among them that divide the stream by its own size;
+    ``growth`` is Var(out)/Var(in), dimensionless.
     """
 
     first: str
@@ -55,6 +57,7 @@ class StackIdentity:
     deviation: float
     changed_by: tuple[str, ...]
     growth: float
+    rescaled_by: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -253,7 +256,15 @@ class IdentityProbe(Recorder):
         gap, before, after = values if values is not None else (math.nan, math.nan, math.nan)
         exact = gap == 0.0 and not self.plan.after_last.get(last)
         growth = after / before if before else math.nan
-        return StackIdentity(self._first[stack], last, exact, gap, tuple(dict.fromkeys(between)), growth)
+        changed = tuple(dict.fromkeys(between))
+        rescaled = tuple(n for n in changed if n in self._rescaling)
+        return StackIdentity(self._first[stack], last, exact, gap, changed, growth, rescaled)
+
+    @functools.cached_property
+    def _rescaling(self) -> set[str]:
+        """Modules and operations that divide by a size of their input: norms, also those written out."""
+        found = [n for n in self.graph.nodes if n.op == "norm" or n.op in ops.REDUCTIONS]
+        return {n.op for n in found} | {self.graph.owner(n.index) for n in found}
 
 
 def _stacks(plan: ResidualPlan) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:

@@ -79,7 +79,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, str]] =
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.filterwarnings("ignore:the stream from:lit_resinit.ResInitWarning")  # post-norm and ReLU after the sum
+@pytest.mark.filterwarnings("ignore:the stream from:lit_resinit.ResInitWarning")  # post-norm
 def test_network_starts_closed_learns_and_is_watched(name: str, tmp_path: Path) -> None:
     build, shape, count, kind = NETWORKS[name]
     module, ours = Classifier(build(), lr=1e-3), ResidualInit()
@@ -232,10 +232,16 @@ def test_identity_policy_decides(tmp_path: Path) -> None:
     assert not ours.identity_report.ok
 
 
-def test_stream_changed_between_blocks_is_a_warning(tmp_path: Path) -> None:
+def test_a_norm_on_the_stream_is_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(ResInitWarning, match=r"the stream from .*norm1"):
+        trainer(tmp_path, ResidualInit()).fit(Classifier(encoder(norm_first=False)), data(5, WIDTH))
+
+
+def test_a_relu_after_the_sum_is_none(tmp_path: Path) -> None:
     net = nn.Sequential(ConvBlock(3, 3), ConvBlock(3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    with pytest.warns(ResInitWarning, match="the stream from"):
-        trainer(tmp_path, ResidualInit()).fit(Classifier(net), data(3, 4, 4))
+    ours = ResidualInit()
+    trainer(tmp_path, ours).fit(Classifier(net), data(3, 4, 4))
+    assert [s.changed_by for s in ours.identity_report.stacks] == [("relu",)]
 
 
 # -------------------------------------------------------------------- gradient errors

@@ -169,7 +169,7 @@ def test_what_the_stream_passes_between_blocks_is_told_not_blamed() -> None:
     assert report.ok
     (stack_,) = report.stacks
     assert not stack_.exact
-    assert stack_.changed_by == ("relu",)
+    assert (stack_.changed_by, stack_.rescaled_by) == (("relu",), ())
 
 
 def test_norm_after_the_sum_is_told_by_its_name() -> None:
@@ -178,6 +178,17 @@ def test_norm_after_the_sum_is_told_by_its_name() -> None:
     report = check_identity(apply_(model, plan), plan, X)
     assert report.ok
     assert set(report.stacks[0].changed_by) == {"0.norm", "1.norm"}
+    assert set(report.stacks[0].rescaled_by) == {"0.norm", "1.norm"}
+
+
+def test_an_activation_after_the_sum_does_not_rescale() -> None:
+    class After(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).tanh()
+
+    (stack_,) = judged(stack(After)).stacks
+    assert stack_.deviation > 0
+    assert (stack_.changed_by, stack_.rescaled_by) == (("tanh",), ())
 
 
 def test_two_streams_are_two_stacks() -> None:
