@@ -32,7 +32,7 @@ from lit_resinit.plan import Scheme
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from cases.base import Case, as_tuple, load  # noqa: E402
+from cases.base import Case, as_tuple, load
 
 Bundle = dict[str, Any]
 Checker = Callable[[Bundle], list[str]]
