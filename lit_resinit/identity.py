@@ -17,7 +17,7 @@ from lit_resinit.branches import Address
 from lit_resinit.errors import IdentityError
 from lit_resinit.gates import Gate, holds
 from lit_resinit.plan import CONSTANT_SCHEMES, Branch, ResidualPlan, as_arguments
-from lit_resinit.trace import Call, Recorder, clean_name, keep_rng, keep_state, measuring
+from lit_resinit.trace import Call, Recorder, clean_name, keep_rng, keep_state, measuring, no_collection
 from lit_resinit.words import together, without_numbers
 
 Cause = Literal["unzeroed scale", "bias after scale", "ungated branch", "nonfinite branch", "stream changed"]
@@ -356,7 +356,7 @@ def check_identity(
         True
     """
     arguments = as_arguments(args)
-    with keep_rng(), keep_state(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with no_collection(), keep_rng(), keep_state(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         model.train()
         report = _run_probe(model, plan, arguments, kwargs or {}, values=False)
         if any(b.cause == "nonfinite branch" for b in report.branches):
