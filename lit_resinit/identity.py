@@ -94,8 +94,8 @@ class IdentityReport:
 class IdentityProbe(Recorder):
     """A recorder that compares every planned addition with its skip while the forward runs.
 
-    Nothing is read from the device before :meth:`identity`. With ``values`` the size of every value is measured too, so
-    that the first non-finite operation can be named.
+    Nothing is read from the device before :meth:`identity`. With ``values`` every operation is recorded and the size of
+    every value measured, so that the first non-finite operation can be named.
     """
 
     def __init__(self, model: nn.Module, plan: ResidualPlan, inputs: Any = (), *, values: bool = True) -> None:
@@ -106,12 +106,21 @@ class IdentityProbe(Recorder):
         self.plan = plan
         self._model_parameters = {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
         self._planned = {b.address: b for b in plan.active}
+        self._looked_at = {b.address.op for b in plan.active} | ops.NORMS | ops.REDUCTIONS
         self._counts: dict[tuple[str, str, str], int] = {}
         self.addition_calls: dict[str, int] = {}
         self._compared: dict[str, Tensor] = {}
         self._stack_of, self._first, self._last = _stacks(plan)
         self._entering: dict[str, tuple[Tensor, Tensor]] = {}
         self._stack_values: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Without values, only what the verdicts need is recorded: additions, and what rescales a stream."""
+        if self._measures_values or ops.base_name(func) in self._looked_at:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
 
     def _execute(self, call: Call, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         branch = self._branch_at(call)
@@ -189,8 +198,13 @@ class IdentityProbe(Recorder):
         broken = any(not math.isfinite(d) for d in measured.values())
         origin = self._first_nonfinite() if broken else None
         rows = tuple(self._verdict(b, measured.get(b.name), origin) for b in self.plan.active)
+        members: dict[str, list[Branch]] = {}
+        for b in self.plan.active:
+            members.setdefault(self._stack_of[b.name], []).append(b)
         return IdentityReport(
-            rows, tuple(self._stack(s, rows, values.get(s)) for s in self._first), self.plan.scheme in CONSTANT_SCHEMES
+            rows,
+            tuple(self._stack(s, m, values.get(s)) for s, m in members.items()),
+            self.plan.scheme in CONSTANT_SCHEMES,
         )
 
     def _first_nonfinite(self) -> tuple[int, str] | None:
@@ -249,8 +263,7 @@ class IdentityProbe(Recorder):
                 return name
         return None
 
-    def _stack(self, stack: str, rows: tuple[BranchIdentity, ...], values: tuple[float, ...] | None) -> StackIdentity:
-        members = [b for b in self.plan.active if self._stack_of[b.name] == stack]
+    def _stack(self, stack: str, members: list[Branch], values: tuple[float, ...] | None) -> StackIdentity:
         last = self._last[stack]
         between = [x for b in members[1:] for x in b.between] + list(self.plan.after_last.get(last, ()))
         gap, before, after = values if values is not None else (math.nan, math.nan, math.nan)

@@ -740,7 +740,7 @@ def keep_state(model: nn.Module) -> Iterator[None]:
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     grads = [(p, p.grad) for p in model.parameters()]
     attributes = [(vars(m), dict(vars(m))) for m in model.modules()]
-    containers = {id(v): (v, copy.copy(v)) for _, own in attributes for v in own.values() if type(v) in _CONTAINERS}
+    containers = {id(v): (v, v.copy()) for _, own in attributes for v in own.values() if type(v) in _CONTAINERS}
     try:
         yield
     finally:
