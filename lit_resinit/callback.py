@@ -32,7 +32,7 @@ from lit_resinit.report.files import check_report, is_page, replace_file
 from lit_resinit.report.page import LivePage, about_run, clock, later
 from lit_resinit.report.tables import history_table
 from lit_resinit.schemes import apply_
-from lit_resinit.trace import Run, call_model, clean_name, is_sharded
+from lit_resinit.trace import Run, call_model, clean_name, is_sharded, local
 from lit_resinit.usefulness import Agreement, agreements, measure_usefulness
 from lit_resinit.watch import History, Moments, Watcher, gate_statistics, metrics, to_record
 from lit_resinit.words import together
@@ -596,8 +596,8 @@ class ResidualInit(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the history of the run that is resumed, and the patience with what slept."""
         self._resumed = bool(state_dict["closed"])
-        self._before = state_dict.get("about")
         self._slept = {str(k): int(v) for k, v in state_dict["slept"].items()}
+        self._before = state_dict.get("about")
         history = History.from_dict(state_dict["history"])
         if not self.history.branches or history.branches == self.history.branches:
             self.history = history
@@ -860,6 +860,21 @@ def _check_optimizers(trainer: Any, pl_module: nn.Module, plan: ResidualPlan) ->
         )
 
 
+def _resting(optimizer: Any, pl_module: nn.Module, plan: ResidualPlan, alive: set[str]) -> list[str]:
+    """Gates and zero layers among ``alive`` that this optimizer holds, with a rate above zero, and that are closed."""
+    stepped = {id(p) for group in optimizer.param_groups if group["lr"] != 0 for p in group["params"]}
+    closing = {g.parameter: g for g in plan.gates} | dict.fromkeys(plan.zero_layers)
+    gaps: dict[str, Tensor] = {}  # of a sharded one the part that is here: the rank that has it warns
+    for name, parameter in ((clean_name(n), p) for n, p in pl_module.named_parameters()):
+        if name in closing and name in alive and id(parameter) in stepped:
+            gate, value = closing[name], local(parameter).detach()
+            if gate is not None:
+                value = (value if gate.index is None else value[gate.index]) - gate.value
+            peak = peak_of(value)
+            gaps |= {} if peak is None else {name: peak}
+    return [name for name, gap in zip(gaps, to_host(list(gaps.values())), strict=True) if gap == 0.0]
+
+
 def _settings(trainer: Any, pl_module: nn.Module) -> dict[str, str]:
     """Learning rate, weight decay and dtype of every parameter in an optimizer, by name."""
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
@@ -870,21 +885,6 @@ def _settings(trainer: Any, pl_module: nn.Module) -> dict[str, str]:
         for n, p in pl_module.named_parameters()
         if id(p) in held
     }
-
-
-def _resting(optimizer: Any, pl_module: nn.Module, plan: ResidualPlan, alive: set[str]) -> list[str]:
-    """Gates and zero layers among ``alive`` that this optimizer holds, with a rate above zero, and that are closed."""
-    stepped = {id(p) for group in optimizer.param_groups if group["lr"] != 0 for p in group["params"]}
-    closing = {g.parameter: g for g in plan.gates} | dict.fromkeys(plan.zero_layers)
-    gaps: dict[str, Tensor] = {}  # of a sharded one the part that is here: the rank that has it warns
-    for name, parameter in ((clean_name(n), p) for n, p in pl_module.named_parameters()):
-        if name in closing and name in alive and id(parameter) in stepped:
-            gate, value = closing[name], getattr(parameter, "_local_tensor", parameter).detach()
-            if gate is not None:
-                value = (value if gate.index is None else value[gate.index]) - gate.value
-            peak = peak_of(value)
-            gaps |= {} if peak is None else {name: peak}
-    return [name for name, gap in zip(gaps, to_host(list(gaps.values())), strict=True) if gap == 0.0]
 
 
 def _usefulness(trainer: Any, pl_module: Any, plan: ResidualPlan, batches: int = 4) -> dict[str, float]:

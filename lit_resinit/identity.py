@@ -17,7 +17,7 @@ from lit_resinit.branches import Address
 from lit_resinit.errors import IdentityError
 from lit_resinit.gates import Gate, holds
 from lit_resinit.plan import CONSTANT_SCHEMES, Branch, ResidualPlan, as_arguments
-from lit_resinit.trace import Call, Recorder, clean_name, keep_rng, keep_state, measuring, no_collection, whole
+from lit_resinit.trace import Call, Recorder, clean_name, keep_rng, keep_state, local, measuring, no_collection, whole
 from lit_resinit.words import together, without_numbers
 
 Cause = Literal["unzeroed scale", "bias after scale", "ungated branch", "nonfinite branch", "stream changed"]
@@ -129,13 +129,13 @@ class IdentityProbe(Recorder):
         if branch is None:
             return func(*args, **kwargs)
         tensors = [a for a in tree_iter((args, kwargs)) if isinstance(a, Tensor)]
-        skip = tensors[branch.skip_input]
+        skip = local(tensors[branch.skip_input])
         if ops.written_arguments(func):
             with measuring():
                 skip = skip.detach().clone()
         out = func(*args, **kwargs)
         with measuring():
-            self._compare(branch, skip.detach(), out.detach())
+            self._compare(branch, skip.detach(), local(out).detach())
         self.addition_calls[branch.name] = len(self.graph.calls)
         return out
 
@@ -328,7 +328,7 @@ def mean_and_variance(tensor: Tensor) -> tuple[Tensor, Tensor]:
 def peak_of(tensor: Tensor) -> Tensor | None:
     """Largest absolute value as a scalar tensor, NaN or inf where there is one; None for a tensor without values."""
     try:
-        values = getattr(tensor, "_local_tensor", tensor).detach()  # of a sharded tensor the part that is here
+        values = local(tensor).detach()
         if values.numel() == 0 or values.is_meta:
             return None
         if values.dtype == torch.bool:

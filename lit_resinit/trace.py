@@ -182,6 +182,12 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
+def local(tensor: Tensor) -> Tensor:
+    """Of a sharded tensor the part that this rank holds; any other tensor as it is."""
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
 def whole(tensor: Tensor) -> Tensor:
     """A sharded tensor gathered from its ranks, which all have to call this; any other tensor as it is."""
     if not is_sharded(tensor):

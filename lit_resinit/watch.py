@@ -22,7 +22,7 @@ from lit_resinit.errors import ResInitError
 from lit_resinit.gates import Gate
 from lit_resinit.identity import mean_and_variance
 from lit_resinit.plan import ResidualPlan
-from lit_resinit.trace import clean_name, is_not_forward, locate, measuring, module_names, whole
+from lit_resinit.trace import clean_name, is_not_forward, local, locate, measuring, module_names, whole
 
 if TYPE_CHECKING:
     import pandas
@@ -121,7 +121,7 @@ class Watcher(TorchDispatchMode):
         if found is None:
             return func(*args, **kwargs)
         index, branch = found
-        tensors = [a for a in tree_iter((args, kwargs)) if isinstance(a, Tensor)]
+        tensors = [local(a) for a in tree_iter((args, kwargs)) if isinstance(a, Tensor)]
         with measuring():
             stream = tensors[branch.skip_input]
             if branch.branch_input is not None:
@@ -131,7 +131,7 @@ class Watcher(TorchDispatchMode):
         out = func(*args, **kwargs)
         if branch.branch_input is None:
             with measuring():
-                self._measure(index, stream, out.detach() - stream)
+                self._measure(index, stream, local(out).detach() - stream)
         return out
 
     def _measure(self, index: int, stream: Tensor, branch: Tensor) -> None:

@@ -32,19 +32,6 @@ def test_digits_example_runs_small(tmp_path: Path, capsys: pytest.CaptureFixture
         assert word in printed
 
 
-def test_usefulness_example_runs_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = example("order_of_usefulness").main(["--small", "--out", str(tmp_path)])
-    assert {name: len(rows) for name, rows in found["correlations"].items()} == {"SGD": 1, "AdamW": 1}
-    for rows in found["usefulness"].values():
-        assert len(rows[0]) == 4
-        assert any(rows[0].values())
-    assert found["losses"]["AdamW"][0] < 2.3
-    assert found["picture"].read_bytes().startswith(b"\x89PNG")
-    printed = capsys.readouterr().out
-    for word in ("SGD, seed 0", "AdamW, seed 0", "early switching on", "first-order estimate"):
-        assert word in printed
-
-
 def test_plain_loop_learns_and_folds(capsys: pytest.CaptureFixture[str]) -> None:
     found = example("plain_loop").main(steps=120)
     assert found["seen"].identity.ok
@@ -71,3 +58,16 @@ def test_fabric_loop_on_two_ranks_prints_one_number_for_both(tmp_path: Path) -> 
     done = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("variance ratio of each branch:") == 1
+
+
+def test_usefulness_example_runs_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = example("order_of_usefulness").main(["--small", "--out", str(tmp_path)])
+    assert {name: len(rows) for name, rows in found["correlations"].items()} == {"SGD": 1, "AdamW": 1}
+    for rows in found["usefulness"].values():
+        assert len(rows[0]) == 4
+        assert any(rows[0].values())
+    assert found["losses"]["AdamW"][0] < 2.3
+    assert found["picture"].read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    for word in ("SGD, seed 0", "AdamW, seed 0", "early switching on", "first-order estimate"):
+        assert word in printed
