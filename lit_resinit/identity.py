@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from lit_resinit.branches import Address
 from lit_resinit.errors import IdentityError
 from lit_resinit.gates import Gate, holds
 from lit_resinit.plan import CONSTANT_SCHEMES, Branch, ResidualPlan, as_arguments
-from lit_resinit.trace import Call, Recorder, clean_name, keep_rng, keep_state, local, measuring, whole
+from lit_resinit.trace import Call, Recorder, clean_name, keep_rng, keep_state, local, measuring, no_collection, whole
 from lit_resinit.words import together, without_numbers
 
 Cause = Literal["unzeroed scale", "bias after scale", "ungated branch", "nonfinite branch", "stream changed"]
@@ -46,7 +47,8 @@ class StackIdentity:
     """A chain of branches on one stream: the tensor entering the first against the tensor leaving the last.
 
     ``exact`` is whether they are equal; ``changed_by`` names what the stream passes between the additions (a ReLU, a
-    norm after the sum, a projection); ``growth`` is Var(out)/Var(in), dimensionless.
+    norm after the sum, a projection), ``rescaled_by`` those among them that divide the stream by its own size;
+    ``growth`` is Var(out)/Var(in), dimensionless.
     """
 
     first: str
@@ -55,6 +57,7 @@ class StackIdentity:
     deviation: float
     changed_by: tuple[str, ...]
     growth: float
+    rescaled_by: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,8 +94,8 @@ class IdentityReport:
 class IdentityProbe(Recorder):
     """A recorder that compares every planned addition with its skip while the forward runs.
 
-    Nothing is read from the device before :meth:`identity`. With ``values`` the size of every value is measured too, so
-    that the first non-finite operation can be named.
+    Nothing is read from the device before :meth:`identity`. With ``values`` every operation is recorded and the size of
+    every value measured, so that the first non-finite operation can be named.
     """
 
     def __init__(self, model: nn.Module, plan: ResidualPlan, inputs: Any = (), *, values: bool = True) -> None:
@@ -105,12 +108,21 @@ class IdentityProbe(Recorder):
             clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)
         }
         self._planned = {b.address: b for b in plan.active}
+        self._looked_at = {b.address.op for b in plan.active} | ops.NORMS | ops.REDUCTIONS
         self._counts: dict[tuple[str, str, str], int] = {}
         self.addition_calls: dict[str, int] = {}
         self._compared: dict[str, Tensor] = {}
         self._stack_of, self._first, self._last = _stacks(plan)
         self._entering: dict[str, tuple[Tensor, Tensor]] = {}
         self._stack_values: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Without values, only what the verdicts need is recorded: additions, and what rescales a stream."""
+        if self._measures_values or ops.base_name(func) in self._looked_at:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
 
     def _execute(self, call: Call, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         branch = self._branch_at(call)
@@ -196,8 +208,13 @@ class IdentityProbe(Recorder):
         broken = any(not math.isfinite(d) for d in measured.values())
         origin = self._first_nonfinite() if broken else None
         rows = tuple(self._verdict(b, measured.get(b.name), origin) for b in self.plan.active)
+        members: dict[str, list[Branch]] = {}
+        for b in self.plan.active:
+            members.setdefault(self._stack_of[b.name], []).append(b)
         return IdentityReport(
-            rows, tuple(self._stack(s, rows, values.get(s)) for s in self._first), self.plan.scheme in CONSTANT_SCHEMES
+            rows,
+            tuple(self._stack(s, m, values.get(s)) for s, m in members.items()),
+            self.plan.scheme in CONSTANT_SCHEMES,
         )
 
     def _first_nonfinite(self) -> tuple[int, str] | None:
@@ -256,14 +273,21 @@ class IdentityProbe(Recorder):
                 return name
         return None
 
-    def _stack(self, stack: str, rows: tuple[BranchIdentity, ...], values: tuple[float, ...] | None) -> StackIdentity:
-        members = [b for b in self.plan.active if self._stack_of[b.name] == stack]
+    def _stack(self, stack: str, members: list[Branch], values: tuple[float, ...] | None) -> StackIdentity:
         last = self._last[stack]
         between = [x for b in members[1:] for x in b.between] + list(self.plan.after_last.get(last, ()))
         gap, before, after = values if values is not None else (math.nan, math.nan, math.nan)
         exact = gap == 0.0 and not self.plan.after_last.get(last)
         growth = after / before if before else math.nan
-        return StackIdentity(self._first[stack], last, exact, gap, tuple(dict.fromkeys(between)), growth)
+        changed = tuple(dict.fromkeys(between))
+        rescaled = tuple(n for n in changed if n in self._rescaling)
+        return StackIdentity(self._first[stack], last, exact, gap, changed, growth, rescaled)
+
+    @functools.cached_property
+    def _rescaling(self) -> set[str]:
+        """Modules and operations that divide by a size of their input: norms, also those written out."""
+        found = [n for n in self.graph.nodes if n.op == "norm" or n.op in ops.REDUCTIONS]
+        return {n.op for n in found} | {self.graph.owner(n.index) for n in found}
 
 
 def _stacks(plan: ResidualPlan) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
@@ -355,7 +379,7 @@ def check_identity(
         True
     """
     arguments = as_arguments(args)
-    with keep_rng(), keep_state(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with no_collection(), keep_rng(), keep_state(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         model.train()
         report = _run_probe(model, plan, arguments, kwargs or {}, values=False)
         if any(b.cause == "nonfinite branch" for b in report.branches):

@@ -15,7 +15,7 @@ from lit_resinit.branches import Addition, Address, NetworkUses, find_additions
 from lit_resinit.errors import GateError, NoBranchError
 from lit_resinit.gates import Gate, GateFinder, Tail, inserted_name
 from lit_resinit.naming import branch_names, is_below
-from lit_resinit.trace import Graph, Run, call_model, clean_name, trace
+from lit_resinit.trace import Graph, Run, call_model, clean_name, no_collection, trace
 from lit_resinit.words import in_columns, in_common, together, without_numbers
 
 Scheme = Literal["auto", "zero", "insert", "last_layer", "sqrt_depth", "downscale", "observe"]
@@ -228,7 +228,8 @@ def plan_forward(
 ) -> ResidualPlan:
     """:func:`make_plan` for a forward that is something else than ``model(*args, **kwargs)``."""
     check_arguments(model, scheme, include, exclude)
-    return _Planner(model, trace(model, args, kwargs, run=run), scheme).plan(include, exclude)
+    with no_collection():
+        return _Planner(model, trace(model, args, kwargs, run=run), scheme).plan(include, exclude)
 
 
 def as_arguments(args: Any) -> tuple[Any, ...]:

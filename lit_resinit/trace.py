@@ -7,6 +7,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import gc
 import logging
 import os
 import random
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
@@ -34,6 +35,7 @@ _MACHINERY = (
     *(TORCH_FOLDER + name for name in ("_dynamo", "_compile", "_ops.py", "utils/_python_dispatch")),
 )
 COMPILED_PREFIX = "_orig_mod."
+_DEVICE = torch.ops.prim.device.default
 
 Run = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -259,6 +261,8 @@ class Recorder(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device  # asked for several times in every operation
         if is_not_forward(func):
             return func(*args, **kwargs)
         call = self._begin(func, args, kwargs)
@@ -735,6 +739,18 @@ def _computed_attributes(model: nn.Module) -> list[Tensor]:
 
 
 @contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Leave garbage for later: a graph is many objects, none of it garbage, and looking takes a third of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
 def keep_rng() -> Iterator[None]:
     """Put every random number generator back afterwards: torch, Python and, where it is loaded, numpy."""
     state, python = torch.get_rng_state(), random.getstate()
@@ -758,7 +774,7 @@ def keep_state(model: nn.Module) -> Iterator[None]:
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     grads = [(p, p.grad) for p in model.parameters()]
     attributes = [(vars(m), dict(vars(m))) for m in model.modules()]
-    containers = {id(v): (v, copy.copy(v)) for _, own in attributes for v in own.values() if type(v) in _CONTAINERS}
+    containers = {id(v): (v, v.copy()) for _, own in attributes for v in own.values() if type(v) in _CONTAINERS}
     try:
         yield
     finally:

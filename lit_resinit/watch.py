@@ -21,7 +21,7 @@ from lit_resinit.branches import Address
 from lit_resinit.errors import ResInitError
 from lit_resinit.gates import Gate
 from lit_resinit.identity import mean_and_variance
-from lit_resinit.plan import Branch, ResidualPlan
+from lit_resinit.plan import ResidualPlan
 from lit_resinit.trace import clean_name, is_not_forward, local, locate, measuring, module_names, whole
 
 if TYPE_CHECKING:
@@ -166,45 +166,61 @@ def gate_statistics(model: nn.Module, plan: ResidualPlan) -> Tensor:
     """
     wanted = {g.parameter for b in plan.branches for g in b.gates}
     named = ((clean_name(n), p) for n, p in model.named_parameters(remove_duplicate=False))
-    gates = {n: (whole(p), None if p.grad is None else whole(p.grad)) for n, p in named if n in wanted}
-    cache: dict[tuple[str, int | None], Tensor] = {}
+    gates = {n: (whole(p).detach(), _dense(p.grad)) for n, p in named if n in wanted}
     with measuring():
-        columns = [_branch_statistics(b, gates, cache) for b in plan.branches]
-        device = next((c.device for c in columns if c is not None), torch.device("cpu"))
+        found = _statistics_of(plan, gates)
+        device = next((c.device for c in found.values()), torch.device("cpu"))
         empty = torch.full((4,), math.nan, device=device)
-        return (
-            torch.stack([empty if c is None else c.to(device) for c in columns], dim=1) if columns else empty[:, None]
-        )
+        columns = [_joined([found[k] for k in map(_key, b.gates) if k in found], empty) for b in plan.branches]
+        return torch.stack([c.to(device) for c in columns], dim=1) if columns else empty[:, None]
 
 
-def _branch_statistics(
-    branch: Branch, gates: dict[str, tuple[Tensor, Tensor | None]], cache: dict[tuple[str, int | None], Tensor]
-) -> Tensor | None:
-    rows = []
-    for gate in branch.gates:
-        key = gate.parameter, gate.index
-        if gate.parameter in gates and key not in cache:
-            cache[key] = _statistics(gate, *gates[gate.parameter])
-        if key in cache:
-            rows.append(cache[key])
+def _key(gate: Gate) -> tuple[str, int | None]:
+    return gate.parameter, gate.index
+
+
+def _dense(grad: Tensor | None) -> Tensor | None:
+    return None if grad is None or grad.is_sparse else whole(grad)
+
+
+def _statistics_of(
+    plan: ResidualPlan, parameters: dict[str, tuple[Tensor, Tensor | None]]
+) -> dict[tuple[str, int | None], Tensor]:
+    """Four numbers for every gate; scalars of one kind are measured together, for they may be thousands."""
+    alike: dict[tuple[Any, ...], dict[tuple[str, int | None], tuple[Tensor, Tensor | None]]] = {}
+    for gate in {_key(g): g for b in plan.branches for g in b.gates if g.parameter in parameters}.values():
+        value, grad = parameters[gate.parameter]
+        if gate.index is not None:
+            value, grad = value[gate.index], None if grad is None else grad[gate.index]
+        own = () if value.numel() == 1 else _key(gate)
+        kind = (gate.value, grad is None, value.dtype, value.device, value.shape, own)
+        alike.setdefault(kind, {})[_key(gate)] = value, grad
+    found: dict[tuple[str, int | None], Tensor] = {}
+    for (closing, *_), gates in alike.items():
+        values, grads = zip(*gates.values(), strict=True)
+        slopes = None if grads[0] is None else torch.stack(grads).flatten(1).float()
+        columns = _statistics(torch.stack(values).flatten(1).float() - closing, slopes)
+        found |= dict(zip(gates, columns.unbind(1), strict=True))
+    return found
+
+
+def _statistics(distance: Tensor, slope: Tensor | None) -> Tensor:
+    """The four numbers of ``(gates, elements)``, as ``(4, gates)``."""
+    size = distance[:, 0] if distance.shape[1] == 1 else distance.square().mean(1).sqrt()
+    largest = distance.abs().amax(1)
+    if slope is None:
+        nothing = torch.full_like(size, math.nan)
+        return torch.stack([size, largest, nothing, nothing])
+    return torch.stack([size, largest, slope.square().mean(1).sqrt(), (distance * slope).sum(1).abs()])
+
+
+def _joined(rows: list[Tensor], empty: Tensor) -> Tensor:
+    """The numbers of a branch with several gates, or none."""
     if len(rows) < 2:
-        return rows[0] if rows else None
-    stacked = torch.stack(rows)
+        return rows[0] if rows else empty
+    stacked = torch.stack([r.to(empty.device) for r in rows])
     rms = stacked.square().mean(0).sqrt()
     return torch.stack([rms[0], stacked[:, 1].amax(), rms[2], stacked[:, 3].sum()])
-
-
-def _statistics(gate: Gate, value: Tensor, grad: Tensor | None) -> Tensor:
-    value = value.detach()
-    if gate.index is not None:
-        value, grad = value[gate.index], None if grad is None else grad[gate.index]
-    distance = value.float() - gate.value if gate.value else value.float()
-    size = distance.reshape(-1)[0] if distance.numel() == 1 else distance.square().mean().sqrt()
-    if grad is None or grad.is_sparse:
-        nothing = torch.full((), math.nan, device=value.device)
-        return torch.stack([size, distance.abs().amax(), nothing, nothing])
-    slope = grad.detach().float()
-    return torch.stack([size, distance.abs().amax(), slope.square().mean().sqrt(), (distance * slope).sum().abs()])
 
 
 # -------------------------------------------------------------------- history

@@ -232,9 +232,14 @@ def test_identity_policy_decides(tmp_path: Path) -> None:
     assert not ours.identity_report.ok
 
 
-def test_stream_changed_between_blocks_is_a_warning(tmp_path: Path) -> None:
+def test_a_norm_on_the_stream_is_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(ResInitWarning, match=r"the stream from .*norm1"):
+        trainer(tmp_path, ResidualInit()).fit(Classifier(encoder(norm_first=False)), data(5, WIDTH))
+
+
+def test_a_relu_after_the_sum_is_a_warning(tmp_path: Path) -> None:
     net = nn.Sequential(ConvBlock(3, 3), ConvBlock(3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    with pytest.warns(ResInitWarning, match="the stream from"):
+    with pytest.warns(ResInitWarning, match=r"the stream from .*relu"):
         trainer(tmp_path, ResidualInit()).fit(Classifier(net), data(3, 4, 4))
 
 

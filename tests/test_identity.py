@@ -1,12 +1,14 @@
 import copy
+import weakref
 
 import pytest
 import torch
-from networks import WIDTH, ConvBlock, InPlace, NormLast, Plain, PostNorm, Scaled, mlp, stack
+from networks import WIDTH, ConvBlock, InPlace, NormLast, Plain, PostNorm, PreNorm, Scaled, mlp, stack
 from torch import Tensor, nn
 
 from lit_resinit import IdentityError, apply_, check_identity, make_plan
-from lit_resinit.identity import BranchIdentity, IdentityReport
+from lit_resinit.identity import BranchIdentity, IdentityProbe, IdentityReport
+from lit_resinit.ops import base_name
 
 X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
 
@@ -169,7 +171,7 @@ def test_what_the_stream_passes_between_blocks_is_told_not_blamed() -> None:
     assert report.ok
     (stack_,) = report.stacks
     assert not stack_.exact
-    assert stack_.changed_by == ("relu",)
+    assert (stack_.changed_by, stack_.rescaled_by) == (("relu",), ())
 
 
 def test_norm_after_the_sum_is_told_by_its_name() -> None:
@@ -178,6 +180,17 @@ def test_norm_after_the_sum_is_told_by_its_name() -> None:
     report = check_identity(apply_(model, plan), plan, X)
     assert report.ok
     assert set(report.stacks[0].changed_by) == {"0.norm", "1.norm"}
+    assert set(report.stacks[0].rescaled_by) == {"0.norm", "1.norm"}
+
+
+def test_an_activation_after_the_sum_does_not_rescale() -> None:
+    class After(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).tanh()
+
+    (stack_,) = judged(stack(After)).stacks
+    assert stack_.deviation > 0
+    assert (stack_.changed_by, stack_.rescaled_by) == (("tanh",), ())
 
 
 def test_two_streams_are_two_stacks() -> None:
@@ -254,3 +267,26 @@ def test_compiled_model_is_checked_uncompiled() -> None:
     plan = make_plan(stack(Plain), X, scheme="last_layer")
     apply_(model, plan)
     assert check_identity(model, plan, X).ok
+
+
+# -------------------------------------------------------------------- cost
+
+
+def test_only_additions_and_norms_are_recorded_without_values() -> None:
+    model = nn.Sequential(PreNorm(), PreNorm())
+    plan = make_plan(model, X)
+    probe = IdentityProbe(model, plan, (X,), values=False)
+    with torch.no_grad(), probe:
+        model(X)
+    assert [base_name(call.func) for call in probe.graph.calls] == ["native_layer_norm", "add"] * 2
+
+
+def test_checking_lets_go_of_every_activation() -> None:
+    model = nn.Sequential(Scaled(value=0.0), Scaled(value=0.0))
+    plan = make_plan(model, X)
+    kept: list[weakref.ref] = []
+    handle = model[0].register_forward_hook(lambda m, a, out: kept.append(weakref.ref(out)))
+    check_identity(model, plan, X)
+    handle.remove()
+    assert kept
+    assert all(ref() is None for ref in kept)

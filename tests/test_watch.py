@@ -1,5 +1,7 @@
+import functools
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy
@@ -159,6 +161,32 @@ def test_gate_that_closes_at_minus_one_is_measured_from_there() -> None:
     assert float(gate_statistics(model, plan)[0]) == 1.25
     apply_(model, plan)
     assert float(gate_statistics(model, plan)[0]) == 0.0
+
+
+def arithmetic(work: Callable[[], object]) -> dict[str, int]:
+    """How often each operation ran, those left out that only show or move memory."""
+    shown = {"detach", "select", "as_strided", "unsqueeze", "to"}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        work()
+    counts = {e.key.removeprefix("aten::"): e.count for e in profile.key_averages() if e.key.startswith("aten::")}
+    return {name: count for name, count in counts.items() if name not in shown}
+
+
+def test_scalar_gates_are_measured_together_however_many() -> None:
+    counts = []
+    for blocks in (10, 40):
+        model = stack(Scaled, blocks)
+        plan = make_plan(model, X)
+        model(X).square().mean().backward()
+        counts.append(arithmetic(functools.partial(gate_statistics, model, plan)))
+    assert counts[0]["sqrt"] == 1
+    assert counts[0] == counts[1]
+
+
+def test_gates_of_several_kinds_keep_their_order() -> None:
+    model = nn.Sequential(Scaled(value=0.5), Scaled(size=WIDTH, value=2.0), Scaled(value=-1.0))
+    plan = make_plan(model, X, scheme="observe")
+    assert gate_statistics(model, plan)[0].tolist() == [0.5, 2.0, -1.0]
 
 
 def test_record_is_one_row_of_gates_and_variances() -> None:
