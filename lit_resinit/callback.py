@@ -343,6 +343,8 @@ class ResidualInit(Callback):
 
     def _holds_gates(self, trainer: Any, optimizer: Any, pl_module: nn.Module) -> bool:
         """Whether this optimizer moves any gate: where some do, the others say nothing about gates."""
+        if len(trainer.optimizers) == 1:
+            return True
         assert self.plan is not None
         wanted = {g.parameter for g in self.plan.gates} | set(self.plan.zero_layers)
         ours = {id(p) for n, p in pl_module.named_parameters() if clean_name(n) in wanted}

@@ -28,6 +28,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10),
+    reason="torch 2.7 sums sharded gradients over gloo instead of averaging them",
+)
 @pytest.mark.parametrize("kind", ["insert", "zero"])
 def test_two_shards_equal_one_process(kind: str, runs: Path, tmp_path: Path) -> None:
     import two_shards
