@@ -278,7 +278,7 @@ class Flow:
                 names = frozenset[str]().union(*(self.explain_zero(z) for z in zeros))
                 kind: ReasonKind = "data" if "<data>" in names and len(names) == 1 else "factor"
                 reasons.append(Reason(kind, call, names - {"<data>", "<constant>"}))
-            elif self._value(operand) == 0.0 and not partners:
+            elif self._value(operand) == 0.0 and not partners and not self._is_only_added(call, operand):
                 names = self.explain_zero(operand)
                 reasons.append(
                     Reason("data" if names == {"<data>"} else "slope", call, names - {"<data>", "<constant>"})
@@ -286,6 +286,11 @@ class Flow:
             else:
                 reasons.append(Reason("data", call))
         return reasons or [Reason("data", call)]
+
+    def _is_only_added(self, call: int, operand: int) -> bool:
+        """Whether an operation does nothing with an operand but add it, which passes every error on."""
+        readers = [n for n in map(self.graph.nodes.__getitem__, self._spelled.get(call, ())) if operand in n.inputs]
+        return bool(readers) and all(n.op == "add" for n in readers)
 
     def _is_shown(self, node: int, target: int | str) -> bool:
         """Whether a value is a parameter's or an operation's output, possibly through views of the same memory."""

@@ -349,7 +349,7 @@ class _Judge:
     def _mark_exploding(self, verdicts: dict[str, GateGradient]) -> None:
         judged = {n: v for n, v in verdicts.items() if v.status == "alive" and v.role != "bias"}
         sizes = [v.size for v in judged.values() if v.size >= _SMALLEST]
-        limit = EXPLODING * statistics.median_low(sizes) if len(sizes) > 1 else math.inf
+        limit = EXPLODING * statistics.median_high(sizes) if len(sizes) > 1 else math.inf
         for name, v in judged.items():
             if v.size > limit or v.slope > EXPLODING:
                 why, source = self._steepest(v)
