@@ -137,7 +137,9 @@ class GradientProbe(IdentityProbe):
         """Remove every hook and let go of every tensor and graph."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._fresh, self._functions = [], [], {}
+        self._handles, self._fresh = [], []
+        while self._functions:
+            self._functions.popitem()  # the last first: else the first to go takes all the others along, recursively
         self._memory.clear()
         self._objects.clear()
         self._entering.clear()
