@@ -626,9 +626,10 @@ def _cannot_close(scheme: str, stuck: list[Branch]) -> str:
     why = (
         f"{first.reason}, in {first.culprit.split('.parametrizations')[0] or 'the top module'}" if first.reason else ""
     )
+    because = f": {why}" if why else ""
     names = ", ".join(b.name for b in stuck[:3]) + (f" and {len(stuck) - 3} more" if len(stuck) > 3 else "")
     what = {
-        "zero": "a trailing norm or scale to zero; found none. Use scheme='auto', which inserts a scalar there",
+        "zero": f"a trailing norm or scale to zero; found none{because}. Use scheme='auto', which may insert a scalar",
         "last_layer": f"a last layer to zero; found none: {why}. Use scheme='insert' or scheme='auto'",
         "downscale": f"a last layer to scale; found none: {why}. Use scheme='sqrt_depth'",
     }.get(
