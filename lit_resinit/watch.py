@@ -151,8 +151,8 @@ class Watcher(TorchDispatchMode):
             index = torch.tensor([2 * i + j for i in seen for j in (0, 1)], device=device)
             rows = [row for pair in seen.values() for row in pair[-2:]]
             count[index] = torch.tensor([float(n) for _, _, n in rows], device=device)
-            mean[index] = torch.stack([m.to(device) for m, _, _ in rows])
-            variance[index] = torch.stack([v.to(device) for _, v, _ in rows])
+            mean[index] = torch.stack([m.to(mean) for m, _, _ in rows])
+            variance[index] = torch.stack([v.to(variance) for _, v, _ in rows])
         return count, mean, variance
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from networks import WIDTH, Classifier, Plain, PreNorm, Scaled, data, mlp, stack, trainer
+from networks import WIDTH, Classifier, Plain, PreNorm, Scaled, data, stack, trainer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -301,22 +301,3 @@ def test_a_scalar_is_inserted_into_a_frozen_network_and_learns(tmp_path: Path) -
     module, ours = fit(net, tmp_path)
     assert_starts_and_learns(module, ours, 2)
     assert not module.net[0].f[0].weight.requires_grad
-
-
-class Late(Plain):
-    """A branch that is frozen as a whole, for good."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.g = mlp()
-        self.g.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + 0.0 * self.g(x).sum()
-
-
-def test_a_frozen_side_path_is_no_branch(tmp_path: Path) -> None:
-    module, ours = fit(stack(Late), tmp_path, scheme="insert")
-    assert {b.block for b in ours.plan.branches} == {"net.0", "net.1"}
-    assert ours.gradient_report.ok
-    assert module.net[0].f.residual_gate.requires_grad
