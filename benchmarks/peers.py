@@ -30,7 +30,7 @@ from benchmarks.report import RESULTS, Row, origin, publish, table
 from benchmarks.timing import Work, ratios, seconds
 from lit_resinit import History, check_identity
 
-LIMIT = 180  # seconds for one tool
+LIMIT = 120  # seconds for one tool
 
 
 # -------------------------------------------------------------------- watching: a whole step with it

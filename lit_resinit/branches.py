@@ -143,7 +143,8 @@ class _Finder:
             return None
         for link, start in starts:
             interior = self._interior(start, branch)
-            if interior is not None and self._is_branch(start.node, branch, interior, address.block):
+            pooled = math.prod(self.nodes[start.node].shape) > math.prod(node.shape)
+            if interior is not None and self._is_branch(start.node, branch, interior, address.block, pooled):
                 if self._is_blend(node.index, start.node):
                     return None
                 return Addition(
@@ -275,10 +276,10 @@ class _Finder:
 
     # ---------------------------------------------------------------- what counts as a branch
 
-    def _is_branch(self, start: int, end: int, interior: frozenset[int], block: str) -> bool:
+    def _is_branch(self, start: int, end: int, interior: frozenset[int], block: str, pooled: bool) -> bool:
         return (
             self._learns(start, interior)
-            and not self._is_fused_kernel(start, end, interior)
+            and not self._is_fused_kernel(start, end, interior, pooled)
             and not self._is_u_shaped(start, end, interior, block)
         )
 
@@ -314,10 +315,9 @@ class _Finder:
         factors = [i for i in product.inputs if not shown & {link.node for link in self._stream_chain(i)}]
         return all(self._interior(_Link(start), i) and not self._interior(_Link(total), i) for i in factors)
 
-    def _is_fused_kernel(self, start: int, end: int, interior: frozenset[int]) -> bool:
+    def _is_fused_kernel(self, start: int, end: int, interior: frozenset[int], pooled: bool) -> bool:
         """Parallel linear paths that could be one kernel: ``conv3(x) + conv1(x) + x``, or ``pool(x) + conv(x)``."""
         summands = self._summands(end)
-        pooled = math.prod(self.nodes[start].shape) > math.prod(self.nodes[end].shape)
         return (len(summands) > 1 or pooled) and all(
             _Depth(self, start, interior).of(s) == (1, False) for s, _ in summands if s in interior
         )

@@ -137,7 +137,9 @@ class GradientProbe(IdentityProbe):
         """Remove every hook and let go of every tensor and graph."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._fresh, self._functions = [], [], {}
+        self._handles, self._fresh = [], []
+        while self._functions:
+            self._functions.popitem()  # the last first: else the first to go takes all the others along, recursively
         self._memory.clear()
         self._objects.clear()
         self._entering.clear()
@@ -278,7 +280,7 @@ class Flow:
                 names = frozenset[str]().union(*(self.explain_zero(z) for z in zeros))
                 kind: ReasonKind = "data" if "<data>" in names and len(names) == 1 else "factor"
                 reasons.append(Reason(kind, call, names - {"<data>", "<constant>"}))
-            elif self._value(operand) == 0.0 and not partners:
+            elif self._value(operand) == 0.0 and not partners and not self._is_only_added(call, operand):
                 names = self.explain_zero(operand)
                 reasons.append(
                     Reason("data" if names == {"<data>"} else "slope", call, names - {"<data>", "<constant>"})
@@ -286,6 +288,11 @@ class Flow:
             else:
                 reasons.append(Reason("data", call))
         return reasons or [Reason("data", call)]
+
+    def _is_only_added(self, call: int, operand: int) -> bool:
+        """Whether an operation does nothing with an operand but add it, which passes every error on."""
+        readers = [n for n in map(self.graph.nodes.__getitem__, self._spelled.get(call, ())) if operand in n.inputs]
+        return bool(readers) and all(n.op == "add" for n in readers)
 
     def _is_shown(self, node: int, target: int | str) -> bool:
         """Whether a value is a parameter's or an operation's output, possibly through views of the same memory."""

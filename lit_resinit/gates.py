@@ -52,14 +52,15 @@ class Gate:
 class Tail:
     """The end of a branch (or of one summand): what it passes, and the gate or the reason why there is none.
 
-    ``insertable`` are the values that a scalar could multiply; ``bent_at`` is the function nearest the end that is not
-    linear, before which a scalar could not be folded.
+    ``insertable`` are the values that a scalar could multiply; ``gated_at`` is the product in which the gate meets the
+    branch; ``bent_at`` is the function nearest the end that is not linear, before which a scalar could not be folded.
     """
 
     passed: list[int] = dataclasses.field(default_factory=list)
     insertable: list[int] = dataclasses.field(default_factory=list)
     bent_at: int | None = None
     gates: list[Gate] = dataclasses.field(default_factory=list)
+    gated_at: int | None = None
     forks: list[Tail] = dataclasses.field(default_factory=list)
     stopped_by: int | None = None
     reason: str = ""
@@ -100,6 +101,7 @@ class GateFinder:
         self._sums = {a.node for a in additions}
         self.readers = graph.consumers()
         self.parameters = {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
+        self._leaves = {n.name: n.index for n in graph.nodes if n.op == "parameter"}
         self._zero_leaf: dict[str, bool] = {}
         self._zero: list[bool] | None = None
         self._any_slope = False
@@ -226,7 +228,7 @@ class GateFinder:
                 return moving[0]
             closing = self._closing(fixed[0])
             if closing is not None:
-                tail.gates = [self._gate(node, moving[0], closing, biases)]
+                tail.gates, tail.gated_at = [self._gate(node, moving[0], closing, biases)], node.index
                 return None
             if node.op in ops.LAYERS:
                 self._stop(tail, node.index, "its weight is computed in a way that cannot be zero")
@@ -249,11 +251,30 @@ class GateFinder:
         tail.passed += chosen.passed
         tail.insertable += [] if biases else chosen.insertable
         tail.bent_at = chosen.bent_at if tail.bent_at is None else tail.bent_at
-        tail.gates, tail.forks = chosen.gates, chosen.forks
+        tail.gates, tail.gated_at, tail.forks = chosen.gates, chosen.gated_at, chosen.forks
         tail.stopped_by, tail.reason = chosen.stopped_by, chosen.reason
         for leaf in tail.leaves():
             leaf.gates = [dataclasses.replace(g, biases=(*biases, *g.biases)) for g in leaf.gates]
         return None
+
+    def read_elsewhere(self, gate: Gate, known: frozenset[int]) -> int | None:
+        """A place outside ``known`` where the gate's parameter meets a value of the network, if there is one."""
+        stack = [self._leaves[gate.parameter]]
+        seen = set(stack)
+        while stack:
+            for reader in self.readers[stack.pop()]:
+                node = self.nodes[reader]
+                if reader in seen or reader in known or node.op == "statistic" or self._is_other_element(node, gate):
+                    continue
+                seen.add(reader)
+                if not node.data:
+                    stack.append(reader)
+                elif math.prod(node.shape) > 1:  # a single number is a penalty in the loss
+                    return reader
+        return None
+
+    def _is_other_element(self, node: Node, gate: Gate) -> bool:
+        return gate.index is not None and node.op == "part" and self._element(node) not in (gate.index, None)
 
     def _through_function(self, node: Node, tail: Tail) -> int | None:
         moving = [i for i in node.inputs if self.nodes[i].data or self.nodes[i].learned]
@@ -273,7 +294,7 @@ class GateFinder:
         return self.nodes[index].data or index in addition.interior
 
     def _gate(self, node: Node, moving: int, closing: _Closing, biases: list[str]) -> Gate:
-        kind: GateKind = "layer" if node.op != "mul" else "norm" if self._is_normalised(moving) else "scale"
+        kind: GateKind = "layer" if node.op != "mul" else "norm" if self.is_normalised(moving) else "scale"
         if closing.parameter.rpartition(".")[2].startswith(INSERTED_NAME):
             kind = "inserted"
         folds = (closing.parameter, *biases) if closing.linear and closing.index is None else ()
@@ -342,7 +363,7 @@ class GateFinder:
             return int(call.args[2]) % length
         return None
 
-    def _is_normalised(self, index: int) -> bool:
+    def is_normalised(self, index: int) -> bool:
         """Whether a value is a norm's output, also one written out in Python: a value times a statistic of itself."""
         node = self.nodes[index]
         while node.op in ("view", "clone", "_to_copy"):

@@ -17,12 +17,14 @@ from lit_resinit.errors import GradientError
 from lit_resinit.flow import Flow, GradientProbe, Reason
 from lit_resinit.gates import holds
 from lit_resinit.identity import IdentityReport, peak_of, to_host
+from lit_resinit.naming import is_below
 from lit_resinit.plan import ResidualPlan
 from lit_resinit.trace import clean_name, is_sharded, whole
 from lit_resinit.words import in_columns, together, without_numbers
 
 Status = Literal["alive", "asleep", "dead", "missing", "nonfinite", "exploding"]
 EXPLODING = 1e6  # times the median over gates
+UNSEEN = 50  # steps without any gradient after which a branch that never ran is missing
 SLOW = 1e-3  # slope below which a start is slow
 _SMALLEST = float(torch.finfo(torch.float32).tiny)  # below it a gradient has lost its digits and says nothing of size
 ALARMS: tuple[Status, ...] = ("nonfinite", "dead", "missing")
@@ -204,6 +206,8 @@ class _Judge:
         if not parameter.requires_grad:
             if self._is_open(judged.gate):
                 return verdict("alive", "it is frozen, and open: its branch takes part as it is")  # type: ignore[no-any-return]
+            if self._is_frozen(judged.branch):
+                return verdict("asleep", "its whole block is frozen, and waits to be unfrozen or copied into")  # type: ignore[no-any-return]
             return verdict("missing", "it is frozen (requires_grad is False), so its branch stays closed for good")  # type: ignore[no-any-return]
         reader = self.flow.reader(judged.name) if self.flow is not None else 0
         if reader is None:
@@ -214,6 +218,11 @@ class _Judge:
             "computed without gradients (activation checkpointing with use_reentrant=True on an input that needs none)"
         )
         return verdict("missing", why, source=source)  # type: ignore[no-any-return]
+
+    def _is_frozen(self, branch: str) -> bool:
+        """Whether nothing in the block of a branch is trained: an EMA teacher, a part that is unfrozen later."""
+        blocks = [b.block for b in self.plan.branches if b.name == branch]
+        return bool(blocks) and not any(p.requires_grad for n, p in self.parameters.items() if is_below(n, blocks[0]))
 
     def _is_open(self, name: str) -> bool:
         gates = [g for g in self.plan.gates if g.parameter == name]
@@ -349,7 +358,7 @@ class _Judge:
     def _mark_exploding(self, verdicts: dict[str, GateGradient]) -> None:
         judged = {n: v for n, v in verdicts.items() if v.status == "alive" and v.role != "bias"}
         sizes = [v.size for v in judged.values() if v.size >= _SMALLEST]
-        limit = EXPLODING * statistics.median_low(sizes) if len(sizes) > 1 else math.inf
+        limit = EXPLODING * statistics.median_high(sizes) if len(sizes) > 1 else math.inf
         for name, v in judged.items():
             if v.size > limit or v.slope > EXPLODING:
                 why, source = self._steepest(v)
@@ -539,7 +548,7 @@ class Waking:
 
     Args:
         report: The first report.
-        patience: How many real steps a gate may sleep; steps in which it is frozen do not count.
+        patience: How many real steps a gate may sleep; those in which it is frozen or its branch not run do not count.
     """
 
     def __init__(self, report: GradientReport, patience: int) -> None:
@@ -547,6 +556,7 @@ class Waking:
         self.steps = 0
         self.woke: dict[str, int] = {}
         self.slept = {n: 0 for n, g in report.gates.items() if g.status == "asleep"}
+        self.unseen: dict[str, int] = {}
 
     @property
     def waiting(self) -> bool:
@@ -571,6 +581,8 @@ class Waking:
         for name in names:
             if name in parameters and not parameters[name].requires_grad:
                 continue
+            if sizes.get(name) is None and self._may_run_later(name):
+                continue
             self.slept[name] += 1
             verdict = self._verdict(gates[name], sizes.get(name))
             if verdict.status != "asleep":
@@ -579,6 +591,11 @@ class Waking:
         self.report = GradientReport(gates)
         return self.report
 
+    def _may_run_later(self, name: str) -> bool:
+        """A step that did not run the branch (an expert without tokens, a dropped layer) says nothing of its gate."""
+        self.unseen[name] = self.unseen.get(name, 0) + 1
+        return self.unseen[name] < UNSEEN
+
     def _verdict(self, gate: GateGradient, size: float | None) -> GateGradient:
         if size is not None and not math.isfinite(size):
             return dataclasses.replace(gate, status="nonfinite", size=size, cause="NaN or inf on waking")
@@ -586,6 +603,9 @@ class Waking:
             self.woke[gate.parameter] = self.steps
             return dataclasses.replace(gate, status="alive", cause="", waits_for=None, size=size)
         slept = self.slept[gate.parameter]
+        if size is None and self.unseen.get(gate.parameter) == UNSEEN:
+            cause = f"no gradient came in {UNSEEN} optimizer steps: {gate.cause}"
+            return dataclasses.replace(gate, status="missing", cause=cause)
         if slept < self.patience:
             return gate
         cause = f"it slept through {slept} optimizer steps: {gate.cause}"

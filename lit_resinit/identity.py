@@ -305,6 +305,8 @@ def _stacks(plan: ResidualPlan) -> tuple[dict[str, str], dict[str, str], dict[st
 
 def _gap(out: Tensor, start: Tensor) -> Tensor:
     """Largest absolute difference, exactly zero only where two tensors are equal."""
+    if out.numel() == 0:
+        return torch.zeros((), device=out.device)
     lowest, highest = torch.aminmax(_wide(out) - _wide(start))
     return torch.maximum(-lowest, highest)
 

@@ -292,13 +292,51 @@ class _Planner:
             for tail in (self.tails[a.node], *self.tails[a.node].leaves())
             for node in tail.insertable
         }
+        self.closing = frozenset(
+            leaf.gated_at
+            for a in self.additions
+            if self.names[a.node] in chosen
+            for leaf in self.tails[a.node].leaves()
+            if leaf.gated_at is not None
+        )
+        for leaf in (leaf for tail in self.tails.values() for leaf in tail.leaves()):
+            self._leave_out_shared(leaf)
+        decisions = {a.node: self._decide(a, self.names[a.node] in chosen) for a in self.additions}
+        self._share_inserted(decisions)
         lengths, norms = self._stream_lengths(), self._norm_parameters()
-        branches = [self._branch(a, self.names[a.node] in chosen, lengths, norms) for a in self.additions]
+        branches = [self._branch(a, *decisions[a.node], lengths[a.node], norms) for a in self.additions]
         self._refuse_what_cannot_be_closed(branches)
         zero_layers = self._zero_layers({g.parameter for b in branches for g in b.gates})
         if not branches and not zero_layers:
             raise NoBranchError(self._nothing_found())
         return ResidualPlan(self.scheme, tuple(branches), zero_layers, self._after_last())
+
+    def _leave_out_shared(self, leaf: Tail) -> None:
+        """Take back a gate that the network also reads where no branch of the plan is closed by it."""
+        for gate in leaf.gates:
+            other = self.finder.read_elsewhere(gate, self.closing)
+            if other is not None:
+                leaf.gates, leaf.stopped_by = [], other
+                leaf.reason = f"{gate.parameter} is used elsewhere too"
+                return
+
+    def _share_inserted(self, decisions: dict[int, tuple[Action, list[Gate], Tail]]) -> None:
+        """A branch that passes a value scaled for another branch is closed by that scalar, not by a second zero."""
+        scaled: dict[int, Gate] = {}
+        for action, gates, _ in decisions.values():
+            for gate in gates if action == "insert" else ():
+                scaled |= {n[gate.leaf]: gate for n in self.called.get(gate.module, ()) if gate.leaf < len(n)}
+        for node, (action, gates, tail) in decisions.items():
+            passed = [scaled[n] for n in tail.passed if n in scaled]
+            if action in ("zero", "last_layer") and passed and not tail.forks:
+                decisions[node] = "insert", [passed[0]], tail
+            elif action in ("zero", "last_layer", "insert") and tail.forks:
+                own = {id(leaf): next((scaled[n] for n in leaf.passed if n in scaled), None) for leaf in tail.leaves()}
+                closed = [g for leaf in tail.leaves() for g in leaf.gates if own[id(leaf)] is not None]
+                shared = [g for g in own.values() if g is not None]
+                if any(g in gates for g in closed):
+                    kept = [g for g in gates if g not in closed]
+                    decisions[node] = "insert", list(dict.fromkeys([*kept, *shared])), tail
 
     def _nothing_found(self) -> str:
         return (
@@ -339,13 +377,26 @@ class _Planner:
         return [a for a in found if self._ends_in_zero_layer(a) and uses.has(a.node)]
 
     def _ends_in_zero_layer(self, addition: Addition) -> bool:
-        return any(g.kind == "layer" for g in self.finder.closed_gates(addition))
+        """Whether a layer of its own makes the branch zero; a part of its output is a shift beside scales."""
+        index = addition.branch
+        while self.graph.nodes[index].op in ("view", "clone", "_to_copy", "unsqueeze", "expand"):
+            index = self.graph.nodes[index].inputs[0]
+        layers = any(g.kind == "layer" for g in self.finder.closed_gates(addition))
+        return layers and self.graph.nodes[index].op != "part"
 
     # ---------------------------------------------------------------- one branch
 
-    def _branch(self, addition: Addition, chosen: bool, lengths: dict[int, int], norms: dict[str, list[str]]) -> Branch:
+    def _branch(
+        self,
+        addition: Addition,
+        action: Action,
+        gates: list[Gate],
+        tail: Tail,
+        length: int,
+        norms: dict[int | str, list[str]],
+    ) -> Branch:
         call = self.graph.calls[self.graph.nodes[addition.node].call]
-        action, gates, tail = self._decide(addition, chosen)
+        nearby: list[int | str] = [addition.block, *sorted(addition.interior), *addition.between]
         stopped = next((t for t in tail.leaves() if not t.gates), None) if not gates else None
         return Branch(
             name=self.names[addition.node],
@@ -360,8 +411,8 @@ class _Planner:
             previous=self.names.get(addition.previous.node) if addition.previous else None,
             between=self._labels(addition.between),
             factor=self._factor_names(addition),
-            norms=tuple(dict.fromkeys(norms.get(addition.block, ()))),
-            length=lengths[addition.node],
+            norms=tuple(dict.fromkeys(name for place in nearby for name in norms.get(place, ()))),
+            length=length,
             reason=f"{stopped.reason} ({_at(self.graph.source(stopped.stopped_by))})"
             if stopped and stopped.stopped_by
             else "",
@@ -516,10 +567,10 @@ class _Planner:
         for index in addition.scales:
             node = self.graph.nodes[index]
             learned = [i for i in node.inputs if self.graph.nodes[i].learned and not self.graph.nodes[i].data]
-            names += self._parametersis_below(learned) or [f"{node.op} {node.number:g}" if node.number else node.op]
+            names += self._parameters_below(learned) or [f"{node.op} {node.number:g}" if node.number else node.op]
         return tuple(names)
 
-    def _parametersis_below(self, nodes: list[int]) -> list[str]:
+    def _parameters_below(self, nodes: list[int]) -> list[str]:
         stack, found = list(nodes), []
         while stack:
             node = self.graph.nodes[stack.pop()]
@@ -528,15 +579,15 @@ class _Planner:
             stack += node.inputs
         return found
 
-    def _norm_parameters(self) -> dict[str, list[str]]:
-        """Affine parameters of the norms in every block."""
+    def _norm_parameters(self) -> dict[int | str, list[str]]:
+        """Affine parameters of norms, by the product in which they are read, and of the norms in every block."""
         blocks = {a.block for a in self.additions if a.block}
-        found: dict[str, list[str]] = {b: [] for b in blocks}
+        found: dict[int | str, list[str]] = {b: [] for b in blocks}
         for node in self.graph.nodes:
-            if node.op != "mul" or not any(self.graph.nodes[i].op == "norm" for i in node.inputs):
+            factors = [i for i in node.inputs if self.graph.nodes[i].learned and not self.graph.nodes[i].data]
+            if node.op != "mul" or not factors or not any(self.finder.is_normalised(i) for i in node.inputs):
                 continue
-            factors = [i for i in node.inputs if not self.graph.nodes[i].data and self.graph.nodes[i].op != "norm"]
-            names = self._parametersis_below(factors)
+            names = found[node.index] = self._parameters_below(factors)
             owner = self.graph.owner(node.index)
             while owner:
                 if owner in blocks:
@@ -553,7 +604,7 @@ class _Planner:
                 for source in node.inputs:
                     leaf = self.graph.nodes[source]
                     if leaf.learned and not leaf.data:
-                        for name in self._parametersis_below([source]):
+                        for name in self._parameters_below([source]):
                             if name not in gates and self.finder.is_closed(name, 0.0, None):
                                 found[name] = None
         return tuple(found)
@@ -575,9 +626,10 @@ def _cannot_close(scheme: str, stuck: list[Branch]) -> str:
     why = (
         f"{first.reason}, in {first.culprit.split('.parametrizations')[0] or 'the top module'}" if first.reason else ""
     )
+    because = f": {why}" if why else ""
     names = ", ".join(b.name for b in stuck[:3]) + (f" and {len(stuck) - 3} more" if len(stuck) > 3 else "")
     what = {
-        "zero": "a trailing norm or scale to zero; found none. Use scheme='auto', which inserts a scalar there",
+        "zero": f"a trailing norm or scale to zero; found none{because}. Use scheme='auto', which may insert a scalar",
         "last_layer": f"a last layer to zero; found none: {why}. Use scheme='insert' or scheme='auto'",
         "downscale": f"a last layer to scale; found none: {why}. Use scheme='sqrt_depth'",
     }.get(

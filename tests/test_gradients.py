@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -451,3 +453,42 @@ def test_reports_are_not_there_before_the_end() -> None:
         with pytest.raises(RuntimeError, match="observe"):
             _ = seen.gradients
     assert seen.gradients.ok
+
+
+# -------------------------------------------------------------------- depth
+
+LONG_CHAIN = """
+import threading, torch
+from torch import nn
+from lit_resinit import make_plan, observe
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.f, self.gate = nn.Linear(1, 1), nn.Parameter(torch.zeros(1))
+    def forward(self, x):
+        return x + self.gate * self.f(x)
+
+def main():
+    net, x = Block(), torch.randn(2, 1)
+    plan = make_plan(net, x)
+    def step():
+        y = net(x)
+        for _ in range(3000):
+            y = y * 1.0
+        y.sum().backward()
+    with observe(net, plan, x) as seen:
+        step()
+    print(seen.gradients.ok)
+
+threading.stack_size(512 * 1024)
+thread = threading.Thread(target=main)
+thread.start()
+thread.join()
+"""
+
+
+def test_a_long_chain_of_operations_is_let_go_without_recursion() -> None:
+    """In a process with a small stack: what recurses over depth would end it."""
+    done = subprocess.run([sys.executable, "-c", LONG_CHAIN], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, ["True"]), done.stderr

@@ -1,0 +1,344 @@
+"""What a gate must not be: a weight that the network reads elsewhere; and networks that rest, idle or stay frozen."""
+
+import contextlib
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from networks import WIDTH, Plain, Scaled, mlp
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lit_resinit import TrainedWeightsError, apply_, check_identity, make_plan, observe
+from lit_resinit.errors import GateError
+from lit_resinit.gradients import UNSEEN, Waking
+
+X = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+# -------------------------------------------------------------------- weights read elsewhere
+
+
+class OneScale(nn.Module):
+    """The scale of the branch also multiplies the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.scale = mlp(), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        return x + self.scale * self.f(x)
+
+
+class OneNorm(nn.Module):
+    """The norm at the branch's end is the final norm too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.norm = mlp(), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.norm(self.f(x)))
+
+
+class TiedStem(nn.Module):
+    """The last layer of the branch is the stem too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.first = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        return x + self.layer(functional.gelu(self.first(x)))
+
+
+class TiedLayers(nn.Module):
+    """Both layers of the branch share one weight: closing it makes two zeros in series."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + functional.gelu(x @ self.weight) @ self.weight.t()
+
+
+class TwiceScaled(Scaled):
+    """The square of a scale, as two products."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * (self.scale * self.f(x))
+
+
+@pytest.mark.parametrize("build", [OneScale, OneNorm, TiedStem, TiedLayers, TwiceScaled])
+@pytest.mark.parametrize("scheme", ["auto", "last_layer"])
+def test_a_weight_read_elsewhere_is_never_closed(build: Callable[[], nn.Module], scheme: str) -> None:
+    torch.manual_seed(0)
+    model = build()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    spread = model(X).std(0).max()
+    plan = None
+    with contextlib.suppress(GateError):
+        plan = make_plan(model, X, scheme=scheme)
+    if plan is None:
+        with pytest.raises(GateError, match=r"is used elsewhere too \(at .*test_elsewhere\.py:\d+\)"):
+            make_plan(model, X, scheme=scheme)
+        return
+    apply_(model, plan)
+    assert check_identity(model, plan, X).ok
+    shared = [n for n in ("scale", "norm.weight", "layer.weight", "weight") if n in before]
+    assert all(torch.equal(model.get_parameter(n), before[n]) for n in shared)
+    assert model(X).std(0).max() > 0.1 * spread
+
+
+def test_a_scale_shared_by_branches_alone_is_their_gate() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.scale = mlp(), mlp(), nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.scale * self.a(x)
+            return x + self.scale * self.b(x)
+
+    plan = make_plan(Shared(), X)
+    assert [g.parameter for g in plan.gates] == ["scale"]
+    with pytest.raises(GateError, match="scale is used elsewhere too"):
+        make_plan(Shared(), X, scheme="zero", exclude="(root):2")
+
+
+def test_a_weight_penalty_in_the_loss_is_no_other_use() -> None:
+    class WithLoss(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).square().mean() + 1e-4 * self.scale.square().sum()
+
+    plan = make_plan(nn.Sequential(Scaled(), WithLoss()), X)
+    assert [g.parameter for g in plan.gates] == ["0.scale", "1.scale"]
+
+
+class RungeKutta(nn.Module):
+    """Four evaluations of one function in a step: stages inside a branch that share its last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        one = self.f(x)
+        two = self.f(x + 0.5 * one)
+        three = self.f(x + 0.5 * two)
+        four = self.f(x + three)
+        return x + (one + 2 * two + 2 * three + four) / 6
+
+
+def test_stages_of_one_step_are_closed_once() -> None:
+    torch.manual_seed(0)
+    model = RungeKutta()
+    plan = make_plan(model, X)
+    apply_(model, plan)
+    assert check_identity(model, plan, X).ok
+    with observe(model, plan, X) as seen:
+        model(X).square().mean().backward()
+    assert {g.status for g in seen.gradients.gates.values()} == {"alive"}
+
+
+# -------------------------------------------------------------------- evidence of training
+
+
+class RootMeanSquare(nn.Module):
+    """A norm written in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+
+
+class Normed(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.f = norm, mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.f(self.norm(x))
+
+
+@pytest.mark.parametrize("norm", [lambda: nn.RMSNorm(WIDTH), RootMeanSquare, lambda: nn.LayerNorm(WIDTH)])
+@pytest.mark.parametrize("inline", [False, True])
+def test_any_trained_norm_is_evidence(norm: Callable[[], nn.Module], inline: bool) -> None:
+    torch.manual_seed(0)
+    model = Normed(norm()) if inline else nn.Sequential(Normed(norm()), Normed(norm()))
+    make_plan(model, X)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, Normed):
+                module.norm.weight.add_(0.1 * torch.randn(WIDTH))
+    plan = make_plan(model, X)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(TrainedWeightsError, match=r"norm\.weight"):
+        apply_(model, plan)
+    assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
+
+
+# -------------------------------------------------------------------- idle, empty and frozen
+
+
+class Selected(Scaled):
+    """Updates some rows only, which may be none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x[:, 0] > 0
+        y = x.clone()
+        y[rows] = x[rows] + self.scale * self.f(x[rows])
+        return y
+
+
+def test_a_batch_that_selects_nothing_is_no_error() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Selected(value=0.0), nn.Linear(WIDTH, 2))
+    plan, empty = make_plan(model, X, scheme="observe"), -X.abs()
+    assert len(plan) == 1
+    assert check_identity(model, plan, empty).ok
+    with observe(model, plan, empty) as seen:
+        model(empty).square().mean().backward()
+    assert seen.identity.ok
+    assert seen.gradients.gates["0.scale"].status == "asleep"
+
+
+class Experts(nn.Module):
+    """Every expert runs on its own tokens, which may be none; the last layers start at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Plain().f for _ in range(3))
+        for expert in self.experts:
+            nn.init.zeros_(expert[2].weight)
+            nn.init.zeros_(expert[2].bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        index = (x[:, 0] > 0).long() + (x[:, 0] > 5).long()
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (index == number).nonzero()[:, 0]
+            out = out.index_add(0, rows, expert(x[rows]))
+        return x + out
+
+
+def test_an_expert_without_tokens_sleeps_with_its_bias() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Experts(), nn.Linear(WIDTH, 2))
+    plan = make_plan(model, X, scheme="observe")
+    with observe(model, plan, X) as seen:
+        model(X).square().mean().backward()
+    assert seen.gradients.ok, str(seen.gradients)
+    idle = [g.status for n, g in seen.gradients.gates.items() if n.startswith("0.experts.2.")]
+    assert set(idle) <= {"asleep"}
+
+
+def test_steps_that_do_not_run_a_branch_do_not_use_up_its_patience() -> None:
+    class Rare(Scaled):
+        run = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if self.run else x
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Scaled(value=0.0), Rare(value=0.0), nn.Linear(WIDTH, 2))
+    model[1].run = True
+    plan = make_plan(model, X, scheme="observe")
+    model[1].run = False
+
+    def backward() -> None:
+        model.zero_grad(set_to_none=True)
+        model(X).square().mean().backward()
+
+    with observe(model, plan, X) as seen:
+        backward()
+    waking = Waking(seen.gradients, patience=3)
+    for _ in range(10):
+        backward()
+        assert waking.step(model).gates["1.scale"].status == "asleep"
+    model[1].run = True
+    backward()
+    assert waking.step(model).gates["1.scale"].status == "alive"
+
+    model[1].run = False
+    waking = Waking(seen.gradients, patience=3)
+    for _ in range(UNSEEN):
+        backward()
+        waking.step(model)
+    assert waking.report.gates["1.scale"].status == "missing"
+
+
+def test_a_frozen_copy_stays_frozen_and_is_no_alarm() -> None:
+    class Student(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.student = nn.Sequential(Plain(), Plain())
+            self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.student(x) - self.teacher(x + 0.1)).square()
+
+    torch.manual_seed(0)
+    for scheme in ("auto", "last_layer"):
+        model = Student()
+        plan = make_plan(model, X, scheme=scheme)
+        assert len(plan) == 4
+        apply_(model, plan)
+        assert not any(p.requires_grad for p in model.teacher.parameters())
+        with observe(model, plan, X) as seen:
+            model(X).mean().backward()
+        assert seen.gradients.ok, str(seen.gradients)
+
+
+# -------------------------------------------------------------------- other additions
+
+
+class Modulated(nn.Module):
+    """``x + gate * f(norm(x) * (1 + scale) + shift)``, all three from one zero layer, in two dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.f = nn.LayerNorm(WIDTH, elementwise_affine=False), mlp()
+        self.modulation = nn.Linear(WIDTH, 3 * WIDTH)
+        nn.init.zeros_(self.modulation.weight)
+        nn.init.zeros_(self.modulation.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift, scale, gate = self.modulation(functional.silu(x)).chunk(3, dim=-1)
+        return x + gate * self.f(self.norm(x) * (1 + scale) + shift)
+
+
+def test_a_zero_shift_is_no_branch() -> None:
+    plan = make_plan(nn.Sequential(Modulated(), Modulated()), X, scheme="observe")
+    assert [b.name for b in plan.branches] == ["0", "1"]
+
+
+def test_one_layer_of_a_pooled_stream_is_a_branch() -> None:
+    class Context(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.layer(x.mean(0))
+
+    assert len(make_plan(nn.Sequential(Context(), Context()), X)) == 2
+
+
+def test_a_healthy_gate_beside_a_quiet_one_does_not_explode() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Scaled(value=0.0), Scaled(value=0.0), nn.Linear(WIDTH, 2))
+    with torch.no_grad():
+        for parameter in model[1].f.parameters():
+            parameter.mul_(1e-8)
+    plan = make_plan(model, X, scheme="observe")
+    with observe(model, plan, X) as seen:
+        model(X).square().mean().backward()
+    assert {g.status for g in seen.gradients.gates.values()} == {"alive"}
