@@ -23,7 +23,15 @@ from lit_resinit.errors import (
     ResInitWarning,
     TraceError,
 )
-from lit_resinit.gradients import SLOW, GradientReport, Observation, Waking, gradient_sizes, until_unfrozen
+from lit_resinit.gradients import (
+    SLOW,
+    GradientReport,
+    Observation,
+    Waking,
+    gradient_sizes,
+    is_frozen,
+    until_unfrozen,
+)
 from lit_resinit.hooks import Applied, LoadHook, applied_plan, inserted_gates, mark_applied, was_closed
 from lit_resinit.identity import IdentityReport, peak_of, to_host
 from lit_resinit.inputs import first_batch, training_step
@@ -846,6 +854,10 @@ def _check_optimizers(trainer: Any, pl_module: nn.Module, plan: ResidualPlan) ->
     wanted = {g.parameter for g in plan.gates}
     gates = {clean_name(n): p for n, p in pl_module.named_parameters() if clean_name(n) in wanted}
     lost = [n for n, p in gates.items() if id(p) not in held and p.requires_grad]
+    if lost:
+        parameters = {clean_name(n): p for n, p in pl_module.named_parameters(remove_duplicate=False)}
+        frozen = {g.parameter for b in plan.branches if is_frozen(b, parameters) for g in b.gates}
+        lost = [n for n in lost if n not in frozen]
     if lost:
         raise GateOptimizerError(
             f"looked for {len(gates)} gates in {len(groups)} parameter groups; expected each in one, found "

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from lit_resinit import ops
 from lit_resinit.errors import GradientError
 from lit_resinit.flow import Flow, GradientProbe, Reason
-from lit_resinit.gates import holds
+from lit_resinit.gates import INSERTED_NAME, holds
 from lit_resinit.identity import IdentityReport, peak_of, to_host
 from lit_resinit.naming import is_below
-from lit_resinit.plan import ResidualPlan
+from lit_resinit.plan import Branch, ResidualPlan
 from lit_resinit.trace import clean_name, is_sharded, whole
 from lit_resinit.words import in_columns, together, without_numbers
 
@@ -203,11 +203,11 @@ class _Judge:
         return self._zero(judged, edges, verdict)
 
     def _without_gradient(self, judged: _Judged, parameter: nn.Parameter, verdict: Any) -> GateGradient:
+        if not parameter.requires_grad and self._is_open(judged.gate):
+            return verdict("alive", "it is frozen, and open: its branch takes part as it is")  # type: ignore[no-any-return]
+        if self._is_frozen(judged.branch):
+            return verdict("asleep", "its whole block is frozen, and waits to be unfrozen or copied into")  # type: ignore[no-any-return]
         if not parameter.requires_grad:
-            if self._is_open(judged.gate):
-                return verdict("alive", "it is frozen, and open: its branch takes part as it is")  # type: ignore[no-any-return]
-            if self._is_frozen(judged.branch):
-                return verdict("asleep", "its whole block is frozen, and waits to be unfrozen or copied into")  # type: ignore[no-any-return]
             return verdict("missing", "it is frozen (requires_grad is False), so its branch stays closed for good")  # type: ignore[no-any-return]
         reader = self.flow.reader(judged.name) if self.flow is not None else 0
         if reader is None:
@@ -220,9 +220,7 @@ class _Judge:
         return verdict("missing", why, source=source)  # type: ignore[no-any-return]
 
     def _is_frozen(self, branch: str) -> bool:
-        """Whether nothing in the block of a branch is trained: an EMA teacher, a part that is unfrozen later."""
-        blocks = [b.block for b in self.plan.branches if b.name == branch]
-        return bool(blocks) and not any(p.requires_grad for n, p in self.parameters.items() if is_below(n, blocks[0]))
+        return any(is_frozen(b, self.parameters) for b in self.plan.branches if b.name == branch)
 
     def _is_open(self, name: str) -> bool:
         gates = [g for g in self.plan.gates if g.parameter == name]
@@ -400,6 +398,12 @@ class _Judge:
             return []
         reader = self.flow.reader(name)
         return [] if reader is None else self.flow.steps_between(reader, self.flow.additions[branch])
+
+
+def is_frozen(branch: Branch, parameters: dict[str, nn.Parameter]) -> bool:
+    """Whether nothing in a block is trained but what was inserted: an EMA teacher, a part that is unfrozen later."""
+    own = [p for n, p in parameters.items() if is_below(n, branch.block) and INSERTED_NAME not in n]
+    return not any(p.requires_grad for p in own)
 
 
 def gradient_sizes(parameters: dict[str, nn.Parameter]) -> dict[str, float]:

@@ -174,10 +174,7 @@ def _insert(gate: Gate, module: nn.Module, parameters: dict[str, nn.Parameter]) 
     near = next(module.parameters(), None)
     near = next(iter(parameters.values())) if near is None else near
     folds = tuple((name, gate.value) for name in gate.folds_into)
-    own = list(module.parameters())
-    trained = not own or any(p.requires_grad for p in own)
     insert_gate(module, GateHook(gate.leaf, gate.module, folds), near.device)
-    module.get_parameter(inserted_name(gate.leaf)).requires_grad_(trained)  # a frozen network stays frozen
 
 
 # -------------------------------------------------------------------- folding
