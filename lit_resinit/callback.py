@@ -388,10 +388,10 @@ class ResidualInit(Callback):
         self.gradient_report = waking.step(pl_module)
         self._alarm(trainer)
 
-    def _warn_about_frozen(self, pl_module: nn.Module) -> None:
+    def _warn_about_frozen(self, trainer: Any, pl_module: nn.Module) -> None:
         waiting = self._watch.waking.slept if self._watch.waking is not None else {}
         frozen = [n for n, p in pl_module.named_parameters() if clean_name(n) in waiting and not p.requires_grad]
-        if frozen:
+        if frozen and _will_unfreeze(trainer):
             _warn(
                 f"{len(frozen)} gates are still frozen at the end ({together(frozen)}): they were to be unfrozen, and "
                 "were not, so their branches never contributed. Unfreeze them earlier, or train longer."
@@ -492,7 +492,7 @@ class ResidualInit(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
         """Print the table, and write what was asked for."""
-        self._warn_about_frozen(pl_module)
+        self._warn_about_frozen(trainer, pl_module)
         if self.plan is None or not len(self.history):
             return
         if self._measure_usefulness:
