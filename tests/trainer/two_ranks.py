@@ -1,6 +1,7 @@
 """Runs of two forked processes, each written to a folder of its own; ``test_ranks.py`` reads what they found.
 
-A process may be forked only before it ran a backward pass, so these run in an interpreter of their own.
+A process may be forked only before it ran a backward pass or started torch's pool of threads (``set_num_threads``
+does), which its children then start from several threads at once; so these run in an interpreter of their own.
 """
 
 import contextlib
@@ -160,7 +161,6 @@ RUNS: dict[str, Callable[[Path], None]] = {
 
 def main(root: Path) -> None:
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     chosen = sys.argv[2:] or list(RUNS)
     for name, run in ((n, RUNS[n]) for n in chosen):
         (root / name).mkdir()
