@@ -12,7 +12,7 @@ from lit_resinit.trace import Graph, Node
 
 # What a stream may pass and still be the stream: nothing here changes a value that it keeps.
 _STREAM_OPS = ops.MOVES | {"view", "part", "scale", "cat", "shift"}
-_LINEAR_OPS = _STREAM_OPS | {"norm", "add", "mm", "conv", "statistic", "copy_into", "stack"}
+_LINEAR_OPS = _STREAM_OPS | ops.PLACEMENTS | {"norm", "add", "mm", "conv", "statistic", "stack"}
 _SELECTIONS = frozenset(["add", "maximum", "minimum", "where", "cat", "stack", "copy_into"])
 _WALK_LIMIT = 64
 
@@ -74,6 +74,7 @@ class _Finder:
         self.counts: dict[tuple[str, str, str], int] = {}
         self.readers = graph.consumers()
         self.lone_factors = False
+        self.across_parts = False
 
     def run(self) -> list[Addition]:
         addresses = self._addresses()
@@ -83,6 +84,8 @@ class _Finder:
         self._drop_summands()
         self._drop_inner_scaled()
         self._find_lone_factors(sums, addresses)
+        self._drop_sums_of_streams()
+        self._find_couplings(sums, addresses)
         self._drop_loss_terms()
         self.found = dict(sorted(self.found.items()))
         for addition in self.found.values():
@@ -101,6 +104,22 @@ class _Finder:
         for node in sums:
             if node.index not in self.found and node.index not in inside:
                 self._note(self._residual(node, addresses[node.call]))
+
+    def _find_couplings(self, sums: list[Node], addresses: list[Address]) -> None:
+        """``part + f(other part)`` is a branch where a stream goes on from that part."""
+        self.across_parts = True
+        carried = set(self._carried())
+        for node in sums:
+            if node.index in carried and node.index not in self.found:
+                self._note(self._residual(node, addresses[node.call]))
+
+    def _carried(self) -> dict[int, set[int]]:
+        """The values that additions show as their skip, with these additions."""
+        skips: dict[int, set[int]] = {}
+        for addition in self.found.values():
+            for link in self._stream_chain(addition.skip):
+                skips.setdefault(link.node, set()).add(addition.node)
+        return skips
 
     def _addresses(self) -> list[Address]:
         addresses = []
@@ -141,16 +160,23 @@ class _Finder:
         ]
         if self._cancels(chain, branch):
             return None
+        shared = {link.node for link in chain}
         for link, start in starts:
+            if self.lone_factors and self._is_rescaled(link):
+                continue
             interior = self._interior(start, branch)
             pooled = math.prod(self.nodes[start.node].shape) > math.prod(node.shape)
-            if interior is not None and self._is_branch(start.node, branch, interior, address.block, pooled):
+            if interior is not None and self._is_branch(start.node, branch, interior, shared, address.block, pooled):
                 if self._is_blend(node.index, start.node):
                     return None
                 return Addition(
                     node.index, skip, branch, link.node, False, link.scales, interior, address.block, address
                 )
         return None
+
+    def _is_rescaled(self, link: _Link) -> bool:
+        """A learned factor on both summands mixes two views of one value (the logits of graph attention)."""
+        return any(self.nodes[i].op == "mul" for i in link.scales)
 
     def _is_negated(self, link: _Link) -> bool:
         """A value that is subtracted from something is no stream that goes on."""
@@ -178,6 +204,8 @@ class _Finder:
 
     def _stream_step(self, link: _Link) -> _Link | None:
         node = self.nodes[link.node]
+        if node.shown is not None:
+            return _Link(node.shown, link.scales, link.region, link.whole)
         if node.op == "cat":
             return self._through_concatenation(link, node)
         if node.op == "shift" and node.number != 0:
@@ -223,6 +251,7 @@ class _Finder:
         if not wanted:
             return
         lowest = min(wanted)
+        own = self._streams_of(start)
         queue, seen = [-start], {start}
         while queue:
             current = -heapq.heappop(queue)
@@ -231,7 +260,8 @@ class _Finder:
             if current <= lowest:
                 return
             earlier = self.found.get(current)
-            if earlier is not None and earlier.root < lowest and not self._on_stream(lowest, earlier.root):
+            apart = earlier is not None and earlier.root < lowest and not self._on_stream(lowest, earlier.root)
+            if apart and not self._may_couple(lowest, current, own):
                 continue
             for source in self.nodes[current].inputs:
                 if source >= lowest and source not in seen:
@@ -242,7 +272,7 @@ class _Finder:
         known = self.found.get(node)
         return node == root or (known is not None and known.root == root)
 
-    def _interior(self, link: _Link, end: int, inside: str | None = None) -> frozenset[int] | None:
+    def _interior(self, link: _Link, end: int, *, inside: str = "", coupled: bool = True) -> frozenset[int] | None:
         """Nodes between a value and ``end`` that depend on it; None when ``end`` does not.
 
         Where the value only enters another stream as its branch (a bias or mask that layers share, a skip output, a
@@ -251,34 +281,49 @@ class _Finder:
         start, seen, stack = link.node, {end}, [end]
         while stack:
             for source in self.nodes[stack.pop()].inputs:
-                if source > start and source not in seen and self._is_inside(source, inside):
+                if source > start and source not in seen and self.graph.is_inside(source, inside):
                     seen.add(source)
                     stack.append(source)
         interior: set[int] = set()
+        own = self._streams_of(end)
         for index in sorted(seen):
             node = self.nodes[index]
-            if link.region is not None and node.op == "part" and node.region != link.region:
-                sources: tuple[int, ...] = tuple(i for i in node.inputs if i != link.whole)
-            else:
-                sources = node.inputs
+            other_part = link.region is not None and node.op == "part" and node.region != link.region
+            sources = node.inputs
+            if other_part and not self.across_parts:
+                sources = tuple(i for i in sources if i != link.whole)
+            elif node.shown is not None and start not in sources:
+                sources = (node.shown,)
             other = self.found.get(index)
-            if other is not None and other.skip != start and other.skip not in interior:
+            apart = other is not None and other.skip != start and other.skip not in interior
+            if apart and not (coupled and self._may_couple(start, index, own)):
                 continue
             if any(i == start or i in interior for i in sources):
                 interior.add(index)
         return frozenset(interior) if end in interior else None
 
-    def _is_inside(self, node: int, block: str | None) -> bool:
-        if not block:
-            return True
-        owner = self.graph.owner(node)
-        return owner == block or owner.startswith(block + ".")
+    def _may_couple(self, start: int, total: int, own: set[int]) -> bool:
+        """Whether a sum of another stream may carry a value on: two streams that update each other in turn (RevNet).
+
+        Not the stream that the summand itself belongs to: a sum of two streams adds no function of either. Nor a stream
+        that adds the value as it is: there it is the branch.
+        """
+        other = self.found[total]
+        if self.nodes[start].shape != self.nodes[total].shape or other.root in own:
+            return False
+        return all(link.node != start for link in self._stream_chain(other.branch))
+
+    def _streams_of(self, summand: int) -> set[int]:
+        """Roots of the streams that a summand shows, be it through a norm or a layer."""
+        return {self.found[link.node].root for link in self._projection_chain(summand) if link.node in self.found}
 
     # ---------------------------------------------------------------- what counts as a branch
 
-    def _is_branch(self, start: int, end: int, interior: frozenset[int], block: str, pooled: bool) -> bool:
+    def _is_branch(
+        self, start: int, end: int, interior: frozenset[int], shared: set[int], block: str, pooled: bool
+    ) -> bool:
         return (
-            self._learns(start, interior)
+            self._learns(start, interior - shared)
             and not self._is_fused_kernel(start, end, interior, pooled)
             and not self._is_u_shaped(start, end, interior, block)
         )
@@ -375,7 +420,7 @@ class _Finder:
         for link in sorted(wanted, key=lambda item: -item.node):
             if link.node >= branch:
                 continue
-            interior = self._interior(link, branch, inside=address.block)
+            interior = self._interior(link, branch, inside=address.block, coupled=False)
             if interior is None or not self._learns(link.node, interior):
                 continue
             layers, curved = _Depth(self, link.node, interior).of(branch)
@@ -461,6 +506,13 @@ class _Finder:
                     elif node.op in ("view", "scale", "clone"):
                         stack.append(node.inputs[0])
 
+    def _drop_sums_of_streams(self) -> None:
+        """A summand that another addition carries on as its stream is no branch: a position is added for one reader."""
+        carried = self._carried()
+        for addition in list(self.found.values()):
+            if carried.get(addition.branch, set()) - {addition.node}:
+                del self.found[addition.node]
+
     def _drop_inner_scaled(self) -> None:
         """A learned factor on the skip of a sum inside a branch is that branch's own arithmetic (a D term, a mix)."""
         inside = {i for a in self.found.values() if not a.scales for i in a.interior if i in self.found}
@@ -492,10 +544,14 @@ class NetworkUses:
             current = stack.pop()
             if current in self._returned:
                 return True
-            fresh = [r for r in self._readers[current] if r not in seen and math.prod(self._nodes[r].shape) == size]
+            fresh = [r for r in self._readers[current] if r not in seen and self._shows(r, size)]
             seen.update(fresh)
             stack += fresh
         return False
+
+    def _shows(self, reader: int, size: int) -> bool:
+        node = self._nodes[reader]
+        return math.prod(node.shape) == size or node.op in ops.PLACEMENTS
 
 
 class _Depth:

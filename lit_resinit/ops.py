@@ -117,6 +117,10 @@ MERGES = frozenset(
         "copy_into",
     ]
 )
+# Those of them that add or place values by index, which is linear: the aggregation of a graph network, say.
+PLACEMENTS = frozenset(
+    ["scatter", "scatter_add", "scatter_reduce", "index_add", "index_put", "index_copy", "slice_scatter", "copy_into"]
+)
 # Linear in a learned weight.
 LAYERS = frozenset(["mm", "conv", "embedding"])
 # Products of two tensors; the output is zero when one factor is, and the slope is the other factor.

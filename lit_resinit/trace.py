@@ -44,6 +44,8 @@ Run = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 class Node:
     """One value of the graph: a leaf (parameter, buffer, input, constant) or the output of an operation.
 
+    ``region`` is the part of its input that a partial view shows, ``shown`` the operand where that is a concatenation.
+
     An operation that ATen fuses is written as its parts (``addmm`` is a product and an addition, a norm with affine
     weights is a norm, a product and an addition), so that one rule fits all spellings.
     """
@@ -59,6 +61,7 @@ class Node:
     noise: bool = False
     region: tuple[Any, ...] | None = None
     number: float | None = None
+    shown: int | None = None
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -91,12 +94,18 @@ class Graph:
     calls: list[Call] = dataclasses.field(default_factory=list)
     outputs: list[ModuleOutput] = dataclasses.field(default_factory=list)
     executed: dict[str, int] = dataclasses.field(default_factory=dict)
+    aliases: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     lots: int = 0
 
     def owner(self, node: int) -> str:
         """Dotted name of the module that ran the node's operation."""
         call = self.nodes[node].call
         return self.calls[call].owner if call >= 0 else ""
+
+    def is_inside(self, node: int, block: str) -> bool:
+        """Whether a module below ``block`` ran the node's operation, under whichever of its names."""
+        owner = self.owner(node)
+        return not block or any(n == block or n.startswith(block + ".") for n in (owner, *self.aliases.get(owner, ())))
 
     def source(self, node: int) -> str:
         """``file.py:line`` of the node's operation, empty for a leaf."""
@@ -115,6 +124,16 @@ class Graph:
 def module_names(model: nn.Module) -> dict[int, str]:
     """Dotted name of every module by identity, without the prefix that ``torch.compile`` adds."""
     return {id(module): clean_name(name) for name, module in model.named_modules()}
+
+
+def _aliases(model: nn.Module, names: dict[int, str]) -> dict[str, list[str]]:
+    """The other names of modules that are registered in several places, by the first."""
+    found: dict[str, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        first = names[id(module)]
+        if clean_name(name) != first:
+            found.setdefault(first, []).append(clean_name(name))
+    return found
 
 
 def clean_name(name: str) -> str:
@@ -232,8 +251,8 @@ class Recorder(TorchDispatchMode):
         self, model: nn.Module, inputs: Any = (), *, keep_storage: bool = False, note_outputs: bool = False
     ) -> None:
         super().__init__()
-        self.graph = Graph()
         self.names = module_names(model)
+        self.graph = Graph(aliases=_aliases(model, self.names))
         self._keep_storage = keep_storage
         self._memory: dict[int, _Storage] = {}
         self._objects: dict[int, tuple[Any, int]] = {}
@@ -444,7 +463,9 @@ class _Spelling:
         nodes = self._recorder.graph.nodes
         base, inputs = self._base, self._call.inputs
         region = None
+        shown = None
         if base in ops.PARTIAL_VIEWS and inputs:
+            shown = self._shown_operand(result)
             region = _geometry(result) if shape != nodes[inputs[0]].shape else None
             base = "part" if region is not None else "view"
         elif base in ("detach", "lift_fresh") and inputs:
@@ -457,7 +478,26 @@ class _Spelling:
             inputs = tuple(
                 i for i in inputs[1:] if not isinstance(self._arguments.get("self"), Tensor) or base == "fill"
             )
-        return self._add(base, inputs, shape, data=latent, noise=noise, region=region)
+        index = self._add(base, inputs, shape, data=latent, noise=noise, region=region)
+        nodes[index].shown = shown
+        return index
+
+    def _shown_operand(self, result: Tensor) -> int | None:
+        """The operand of a concatenation that a partial view of it shows again."""
+        graph, whole = self._recorder.graph, self._arguments["self"]
+        node = graph.nodes[self._call.inputs[0]]
+        if node.op not in ("cat", "stack") or not whole.is_contiguous():
+            return None
+        call, shown = graph.calls[node.call], _geometry(result)
+        dim = (call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", 0)) % whole.dim()
+        offset, strides = whole.storage_offset(), list(whole.stride())
+        step = strides.pop(dim) if node.op == "stack" else strides[dim]
+        for operand in node.inputs:
+            shape = graph.nodes[operand].shape
+            if shown == (offset, shape, tuple(strides)):
+                return operand
+            offset += step * (shape[dim] if node.op == "cat" and len(shape) > dim else 1)
+        return None
 
     def _sum(self, left: int | None, right: int | None, shape: tuple[int, ...]) -> int | None:
         if left is None or right is None:

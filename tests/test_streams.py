@@ -1,0 +1,262 @@
+"""Several streams at once: couplings that update each other, graph layers, positions, parts written in place."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from networks import WIDTH, Plain, mlp
+from torch import Tensor, nn
+
+from lit_resinit import NoBranchError, apply_, check_identity, make_plan
+from lit_resinit.branches import find_additions
+from lit_resinit.trace import trace
+
+DEPTH = 3
+
+
+class Coupling(nn.Module):
+    """RevNet's block: two streams, each reads the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.g = mlp(), mlp()
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        a, b = pair
+        a = a + self.f(b)
+        return a, b + self.g(a)
+
+
+class Joined(Coupling):
+    """The same on one tensor, cut and put together again in every block."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        a, b = super().forward(x.chunk(2, dim=-1))  # type: ignore[arg-type]
+        return torch.cat([a, b], dim=-1)
+
+
+class Stacked(Coupling):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.stack(super().forward(x.unbind(1)), dim=1)  # type: ignore[arg-type]
+
+
+class Pairs(nn.Module):
+    """Both streams start as the halves of the input, or both as the input itself (Reformer)."""
+
+    def __init__(self, doubled: bool) -> None:
+        super().__init__()
+        self.doubled = doubled
+        self.blocks = nn.ModuleList(Coupling() for _ in range(DEPTH))
+        self.head = nn.Linear(2 * WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pair = (x, x) if self.doubled else x.chunk(2, dim=-1)
+        for block in self.blocks:
+            pair = block(pair)
+        return self.head(torch.cat(pair, dim=-1))
+
+
+class Additive(nn.Module):
+    """NICE's coupling: one half changes in each block."""
+
+    def __init__(self, turned: bool) -> None:
+        super().__init__()
+        self.turned, self.f = turned, mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        fixed, moved = reversed(x.chunk(2, dim=-1)) if self.turned else x.chunk(2, dim=-1)
+        moved = moved + self.f(fixed)
+        return torch.cat([moved, fixed] if self.turned else [fixed, moved], dim=-1)
+
+
+COUPLED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
+    "pair": (lambda: Pairs(False), (4, 2 * WIDTH), 2 * DEPTH),
+    "one start": (lambda: Pairs(True), (4, WIDTH), 2 * DEPTH),
+    "concatenated": (lambda: nn.Sequential(*(Joined() for _ in range(DEPTH))), (4, 2 * WIDTH), 2 * DEPTH),
+    "stacked": (lambda: nn.Sequential(*(Stacked() for _ in range(DEPTH))), (4, 2, WIDTH), 2 * DEPTH),
+    "additive": (lambda: nn.Sequential(*(Additive(i % 2 == 1) for i in range(DEPTH))), (4, 2 * WIDTH), DEPTH),
+}
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_streams_that_update_each_other_are_closed_as_a_whole(name: str) -> None:
+    build, shape, count = COUPLED[name]
+    torch.manual_seed(0)
+    model, x = (
+        nn.Sequential(build(), nn.Linear(2 if name in ("pair", "one start") else shape[-1], 2)),
+        torch.randn(shape),
+    )
+    plan = make_plan(model, x)
+    assert len(plan) == count
+    assert all(b.skip == "identity" for b in plan.branches)
+    apply_(model, plan)
+    check_identity(model, plan, x).raise_if_open()
+
+
+class Mixed(nn.Module):
+    """A sum that ends in a layer is no stream (Res2Net): nothing goes on from the part itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = mlp(), mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = x.chunk(2, dim=-1)
+        a = self.first(a)
+        return torch.cat([a, self.second(a + b)], dim=-1)
+
+
+def test_sum_of_two_parts_inside_a_branch_is_none() -> None:
+    assert not find_additions(trace(nn.Sequential(Mixed(), Mixed()), (torch.randn(4, 2 * WIDTH),)))
+
+
+def test_parts_of_a_concatenation_are_told_apart() -> None:
+    class Towers(nn.Module):
+        """Two inputs through one layer norm as one batch: neither is computed from the other."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = mlp(), mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            a, b = torch.cat([self.left(x), self.right(x)]).chunk(2)
+            return a + b.tanh()
+
+    assert [a.projection for a in find_additions(trace(Towers(), (torch.randn(4, WIDTH),)))] == []
+
+
+class Aggregating(nn.Module):
+    """A layer on graphs: every node sums what a linear layer makes of its neighbours."""
+
+    def __init__(self, own: bool, curved: bool = False) -> None:
+        super().__init__()
+        self.neighbours = nn.Linear(WIDTH, WIDTH)
+        self.own = nn.Linear(WIDTH, WIDTH) if own else nn.Identity()
+        self.curved = curved
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.arange(len(x)).roll(1)
+        messages = self.neighbours(x)[ends]
+        messages = messages.tanh() if self.curved else messages
+        return self.own(x) + torch.zeros_like(x).index_add(0, ends.flip(0), messages)
+
+
+class GraphNet(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(layers), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return self.head(x)
+
+
+def test_two_linear_maps_of_a_node_and_its_neighbours_are_one_layer() -> None:
+    with pytest.raises(NoBranchError):
+        make_plan(GraphNet(Aggregating(own=True), Aggregating(own=True)), torch.randn(5, WIDTH))
+
+
+@pytest.mark.parametrize(("own", "skip"), [(True, "projection"), (False, "identity")])
+def test_messages_through_a_function_are_a_branch(own: bool, skip: str) -> None:
+    plan = make_plan(GraphNet(*(Aggregating(own, curved=True) for _ in range(2))), torch.randn(5, WIDTH))
+    assert [b.skip for b in plan.branches] == [skip, skip]
+
+
+class Logits(nn.Module):
+    """Attention on a graph: what two ends of an edge score is added, and the largest score subtracted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Linear(WIDTH, WIDTH)
+        self.source, self.target = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, ends = self.value(x), torch.arange(len(x)).roll(1)
+        score = (h * self.source).sum(-1)[ends] + (h * self.target).sum(-1)
+        score = nn.functional.leaky_relu(score, 0.2)
+        largest = torch.full_like(score, -1e9).scatter_reduce(0, ends, score.detach(), "amax")
+        weight = (score - largest[ends]).exp()
+        return h[ends] * weight[:, None]
+
+
+def test_scores_of_graph_attention_are_no_branches() -> None:
+    with pytest.raises(NoBranchError):
+        make_plan(GraphNet(Logits(), Logits()), torch.randn(5, WIDTH))
+
+
+def test_scaled_views_of_one_value_are_no_branch() -> None:
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a * x + self.b * x.mean(0)
+
+    with pytest.raises(NoBranchError):
+        make_plan(nn.Sequential(Views(), nn.Linear(WIDTH, 2)), torch.randn(4, WIDTH))
+
+
+class SharedActivation(nn.Module):
+    """A layer whose activation is one object in every layer, as a default argument is."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.f, self.g, self.own, self.activation = *(nn.Linear(WIDTH, WIDTH) for _ in range(3)), activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(x) + self.g(self.activation(self.f(x)))
+
+
+def test_shared_module_counts_as_inside_every_block() -> None:
+    shared = nn.Tanh()
+    model = nn.Sequential(*(m for _ in range(3) for m in (SharedActivation(shared), nn.ReLU())), nn.Linear(WIDTH, 2))
+    plan = make_plan(model, torch.randn(4, WIDTH))
+    assert [(b.name, b.skip) for b in plan.branches] == [(n, "projection") for n in ("0", "2", "4")]
+
+
+class TwoWay(nn.Module):
+    """Two streams that attend to each other; the start of each is added again for one reader (a position)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.keys = mlp(), mlp()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+
+    def forward(self, q: Tensor, k: Tensor, place_q: Tensor, place_k: Tensor) -> tuple[Tensor, Tensor]:
+        q = self.norms[0](q + self.queries((q + place_q) * (k + place_k)))
+        return q, self.norms[1](k + self.keys((k + place_k) * (q + place_q)))
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.last, self.head = nn.ModuleList(TwoWay() for _ in range(2)), mlp(), nn.Linear(WIDTH, 2)
+
+    def forward(self, points: Tensor, image: Tensor) -> Tensor:
+        q, k = points, image
+        for layer in self.layers:
+            q, k = layer(q, k, points, image)
+        return self.head(q + self.last((q + points) * (k + image)))
+
+
+def test_positions_added_for_one_reader_are_no_branches() -> None:
+    plan = make_plan(Decoder(), (torch.randn(4, WIDTH), torch.randn(4, WIDTH)))
+    names = [f"layers.{i}.{n}" for i in range(2) for n in ("queries", "keys")]
+    assert [b.name for b in plan.branches] == [*names, "(root)"]
+
+
+class Written(Plain):
+    """Only some rows are updated, in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, y = torch.tensor([0, 2]), x.clone()
+        y[rows] += self.f(x[rows])
+        return y
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_rows_written_in_place_are_found_with_and_without_a_head(head: bool) -> None:
+    model = nn.Sequential(Written(), Written(), *([nn.Linear(WIDTH, 2)] if head else []))
+    assert [b.name for b in make_plan(model, torch.randn(4, WIDTH)).branches] == ["0", "1"]
