@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from lit_resinit.errors import ResInitError
 from lit_resinit.watch import History
@@ -24,6 +25,16 @@ def need_matplotlib() -> None:
         raise ResInitError(
             "drawing the history: expected matplotlib, found none. Run `pip install lit-resinit[report]`."
         ) from error
+
+
+def takes_figures(logger: Any) -> Callable[[str, Any, int], None] | None:
+    """How a logger takes a figure: as W&B's (`log_image`), as TensorBoard's (`add_figure`), or not at all."""
+    if callable(log_image := getattr(logger, "log_image", None)):
+        return lambda name, figure, step: log_image(name, [figure], step=step)
+    add_figure = getattr(getattr(logger, "experiment", None), "add_figure", None)
+    if callable(add_figure):
+        return lambda name, figure, step: add_figure(name, figure, step, close=False)
+    return None
 
 
 def _empty(history: History) -> tuple[Figure, Axes]:
