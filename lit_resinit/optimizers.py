@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lit_resinit.errors import GateOptimizerError, warn
-from lit_resinit.gradients import GradientReport, gradient_sizes, is_frozen
+from lit_resinit.gradients import GradientReport, frozen_branches, gradient_sizes
 from lit_resinit.identity import peak_of, to_host
 from lit_resinit.plan import ResidualPlan
 from lit_resinit.trace import clean_name, local
@@ -58,8 +58,9 @@ def check_optimizers(optimizers: Sequence[Any], model: nn.Module, plan: Residual
     lost = [n for n, p in gates.items() if id(p) not in held and p.requires_grad]
     if lost:
         parameters = {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
-        frozen = {g.parameter for b in plan.branches if is_frozen(b, parameters) for g in b.gates}
-        lost = [n for n in lost if n not in frozen]
+        frozen = frozen_branches(plan.branches, parameters)
+        resting = {g.parameter for b in plan.branches if b.name in frozen for g in b.gates}
+        lost = [n for n in lost if n not in resting]
     if lost:
         raise GateOptimizerError(
             f"looked for {len(gates)} gates in {sum(len(o.param_groups) for o in optimizers)} parameter groups; "

@@ -3,16 +3,17 @@
 import contextlib
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from networks import WIDTH, Plain, Scaled, mlp
+from networks import WIDTH, Plain, Scaled, mlp, stack
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lit_resinit import TrainedWeightsError, apply_, check_identity, make_plan, observe
+from lit_resinit import TrainedWeightsError, apply_, check_identity, gradients, make_plan, observe, optimizers
 from lit_resinit.errors import GateError
-from lit_resinit.gradients import UNSEEN, Waking
+from lit_resinit.gradients import UNSEEN, Waking, frozen_branches
 
 X = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(0))
 
@@ -295,6 +296,51 @@ def test_a_frozen_copy_stays_frozen_and_is_no_alarm() -> None:
         with observe(model, plan, X) as seen:
             model(X).mean().backward()
         assert seen.gradients.ok, str(seen.gradients)
+
+
+class Walked(dict):
+    """Parameters that count how often something goes through them."""
+
+    walks = 0
+
+    def items(self) -> Any:
+        Walked.walks += 1
+        return super().items()
+
+
+@pytest.mark.parametrize("depth", [2, 12])
+def test_parameters_are_walked_once_to_find_the_frozen_blocks(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen = stack(Plain, depth)[:-1].requires_grad_(False)
+    model = nn.Sequential(frozen, nn.Linear(WIDTH, 2))
+    plan = make_plan(model, X, scheme="insert")
+    apply_(model, plan).requires_grad_(False)[1].requires_grad_(True)
+    monkeypatch.setattr(gradients, "frozen_branches", lambda b, p: frozen_branches(b, Walked(p)))
+    monkeypatch.setattr(optimizers, "frozen_branches", lambda b, p: frozen_branches(b, Walked(p)))
+    monkeypatch.setattr(Walked, "walks", 0)
+    model(X).square().mean().backward()
+    statuses = [g.status for g in gradients.check_gradients(model, plan).gates.values()]
+    assert (statuses, Walked.walks) == (["asleep"] * depth, 1)
+    for gate in plan.gates:
+        model.get_parameter(gate.parameter).requires_grad_(True)
+    optimizers.check_optimizers([torch.optim.SGD(model[1].parameters())], model, plan)
+    assert Walked.walks == 2
+
+
+def test_a_block_is_frozen_where_nothing_below_it_is_trained_but_what_was_inserted() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Plain(), nn.Sequential(Plain(), Plain()))
+    plan = make_plan(model, X, scheme="insert")
+    apply_(model, plan)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("residual_gate" in name)
+    parameters = dict(model.named_parameters())
+    assert frozen_branches(plan.branches, parameters) == {"0", "1.0", "1.1"}
+    model[1][1].f[0].bias.requires_grad_(True)
+    assert frozen_branches(plan.branches, parameters) == {"0", "1.0"}
+    root = make_plan(Plain(), X)
+    assert root.branches[0].block == ""
+    assert frozen_branches(root.branches, {"f.0.weight": nn.Parameter(X, False)}) == {"f"}
+    assert frozen_branches(root.branches, {"f.0.weight": nn.Parameter(X)}) == set()
 
 
 # -------------------------------------------------------------------- other additions
