@@ -80,7 +80,8 @@ class ResidualInit(Callback):
         patience: Optimizer steps that a gate may sleep before it counts as dead.
         on_ratio: Variance ratio from which a branch counts as switched on.
         log_every_n_steps: Steps between records; the Trainer's own setting when None.
-        usefulness: Ablate every branch on a few validation batches at the end.
+        usefulness: Ablate every branch on a few validation batches at the end. From then on the attribute holds the
+            loss with a gate closed minus the loss, by branch; else it is None.
         report: Path of a page that is rewritten while the run goes on (``.html``), or of a picture of the history that
             is written at the end (``.png``, ``.pdf``, ``.svg``).
         per_branch: Whether loggers get every quantity of every branch, or quantiles; the former up to 64 branches when
@@ -92,7 +93,6 @@ class ResidualInit(Callback):
         history: The :class:`History`.
         identity_report: The :class:`IdentityReport` of the first step.
         gradient_report: The :class:`GradientReport` of the last judged step.
-        usefulness: Loss with a gate closed minus loss, by branch, after a run with ``usefulness=True``; else None.
         agreements: How usefulness agrees with early switching on, and with its first-order estimate; else empty.
 
     Raises:
