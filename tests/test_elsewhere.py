@@ -1,13 +1,12 @@
 """What a gate must not be: a weight that the network reads elsewhere; and networks that rest, idle or stay frozen."""
 
-import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from networks import WIDTH, Plain, Scaled, mlp, stack
+from networks import WIDTH, Plain, RootMeanSquare, Scaled, mlp, stack
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -67,6 +66,13 @@ class TiedLayers(nn.Module):
         return x + functional.gelu(x @ self.weight) @ self.weight.t()
 
 
+class StemInBranch(Plain):
+    """The last layer of the branch is the stem too, and the branch ends with the module that holds it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.f[2](x))
+
+
 class TwiceScaled(Scaled):
     """The square of a scale, as two products."""
 
@@ -74,24 +80,37 @@ class TwiceScaled(Scaled):
         return x + self.scale * (self.scale * self.f(x))
 
 
-@pytest.mark.parametrize("build", [OneScale, OneNorm, TiedStem, TiedLayers, TwiceScaled])
-@pytest.mark.parametrize("scheme", ["auto", "last_layer"])
+ELSEWHERE: dict[Callable[[], nn.Module], tuple[str, str]] = {  # the weight, and where it is read too
+    OneScale: ("scale", "in the top module"),
+    OneNorm: (r"norm\.weight", "in norm"),
+    TiedStem: (r"layer\.weight", "in layer"),
+    TiedLayers: ("weight", "in the top module"),
+    TwiceScaled: ("scale", "in the top module"),
+}
+LOOKED_FOR = {"auto": "a module whose output is the end of the branch", "last_layer": "a last layer to zero"}
+
+
+@pytest.mark.parametrize("build", ELSEWHERE)
+@pytest.mark.parametrize("scheme", LOOKED_FOR)
 def test_a_weight_read_elsewhere_is_never_closed(build: Callable[[], nn.Module], scheme: str) -> None:
     torch.manual_seed(0)
-    model = build()
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    spread = model(X).std(0).max()
-    plan = None
-    with contextlib.suppress(GateError):
-        plan = make_plan(model, X, scheme=scheme)
-    if plan is None:
-        with pytest.raises(GateError, match=r"is used elsewhere too \(at .*test_elsewhere\.py:\d+\)"):
-            make_plan(model, X, scheme=scheme)
-        return
+    weight, where = ELSEWHERE[build]
+    why = rf"found none: {weight} is used elsewhere too \(at .*test_elsewhere\.py:\d+\), {where}\."
+    with pytest.raises(GateError, match=f"scheme '{scheme}' on .root.: expected {LOOKED_FOR[scheme]}; {why}"):
+        make_plan(build(), X, scheme=scheme)
+
+
+def test_a_gate_is_inserted_where_the_last_layer_is_read_elsewhere() -> None:
+    torch.manual_seed(0)
+    model = StemInBranch()
+    before, spread = copy.deepcopy(model.state_dict()), model(X).std(0).max()
+    with pytest.raises(GateError, match=r"f\.2\.weight is used elsewhere too \(at .*test_elsewhere\.py:\d+\), in f\.2"):
+        make_plan(model, X, scheme="last_layer")
+    plan = make_plan(model, X)
     apply_(model, plan)
+    assert [(b.action, g.parameter) for b in plan.branches for g in b.gates] == [("insert", "f.residual_gate")]
     assert check_identity(model, plan, X).ok
-    shared = [n for n in ("scale", "norm.weight", "layer.weight", "weight") if n in before]
-    assert all(torch.equal(model.get_parameter(n), before[n]) for n in shared)
+    assert all(torch.equal(model.state_dict()[n], v) for n, v in before.items())
     assert model(X).std(0).max() > 0.1 * spread
 
 
@@ -147,17 +166,6 @@ def test_stages_of_one_step_are_closed_once() -> None:
 
 
 # -------------------------------------------------------------------- evidence of training
-
-
-class RootMeanSquare(nn.Module):
-    """A norm written in Python."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
 
 
 class Normed(nn.Module):
