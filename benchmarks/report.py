@@ -32,17 +32,17 @@ def version(package: str) -> str:
         return "not installed"
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Rows as aligned text."""
+def table(rows: Sequence[Row], digits: int = 4) -> str:
+    """Rows as aligned text, numbers to so many significant digits."""
     header = list(rows[0])
-    cells = [header, *([_cell(row[h]) for h in header] for row in rows)]
+    cells = [header, *([_cell(row[h], digits) for h in header] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
     lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells]
     return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
 
 
-def _cell(value: str | float) -> str:
-    return value if isinstance(value, str) else f"{value:.4g}"
+def _cell(value: str | float, digits: int) -> str:
+    return value if isinstance(value, str) else f"{value:.{digits}g}"
 
 
 def publish(text: str, path: Path | None) -> None:

@@ -26,15 +26,15 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import lit_resinit
+from benchmarks.report import RESULTS, Row, publish, table
 from lit_resinit import apply_, check_identity, make_plan, observe
 from lit_resinit.plan import Scheme
 
-RESULTS = Path(__file__).parent / "results" / "source_documents.txt"
+RESULT = RESULTS / "source_documents.txt"
 BOUND = 2.0
 BATCH = 256
 SEEDS = range(5)
-
-Row = dict[str, str | float]
+DIGITS = 6
 
 
 # -------------------------------------------------------------------- growth of the stream
@@ -255,19 +255,6 @@ def _task(residual: bool) -> tuple[Tensor, Tensor]:
 # -------------------------------------------------------------------- text
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Rows as aligned text."""
-    header = list(rows[0])
-    cells = [header, *([_cell(row[h]) for h in header] for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells]
-    return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
-
-
-def _cell(value: str | float) -> str:
-    return value if isinstance(value, str) else f"{value:.6g}"
-
-
 def measure(blocks: int, width: int, steps: int) -> dict[str, list[Row]]:
     """All three tables."""
     return {
@@ -288,15 +275,15 @@ def text(tables: dict[str, list[Row]], blocks: int, width: int, steps: int) -> s
             f"1. Var(out)/Var(in) of the residual stream, L = {blocks} blocks of width {width}, batch {BATCH}, "
             f"float64, {len(SEEDS)} seeds",
             "",
-            table(tables["growth"]),
+            table(tables["growth"], DIGITS),
             "",
             f"2. Largest absolute gradient, {blocks} blocks `x + g * u(x)` of width {width} with g = 0, SGD",
             "",
-            table(tables["gradients"]),
+            table(tables["gradients"], DIGITS),
             "",
             f"3. Soft bound B = {BOUND:g} behind an output layer of zeros, Adam, {steps} steps, batch {BATCH}",
             "",
-            table(tables["bound"]),
+            table(tables["bound"], DIGITS),
             "",
         ]
     )
@@ -308,15 +295,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[Row]]:
     parser.add_argument("--blocks", type=int, default=200, help="residual blocks (default: 200)")
     parser.add_argument("--width", type=int, default=256, help="width of the stream (default: 256)")
     parser.add_argument("--steps", type=int, default=400, help="steps of the soft-bound trainings (default: 400)")
-    parser.add_argument(
-        "--out", type=Path, default=RESULTS, help=f"where to write (default: {RESULTS.name} in results)"
-    )
+    parser.add_argument("--out", type=Path, default=RESULT, help=f"where to write (default: {RESULT.name} in results)")
     options = parser.parse_args(argv)
     tables = measure(options.blocks, options.width, options.steps)
-    report = text(tables, options.blocks, options.width, options.steps)
-    print(report)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(report)
+    publish(text(tables, options.blocks, options.width, options.steps), options.out)
     return tables
 
 

@@ -2,47 +2,39 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import math
 import sys
-import warnings
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from lit_resinit.errors import (
-    GateOptimizerError,
-    GradientError,
-    IdentityError,
-    NoBranchError,
-    ResInitError,
-    ResInitWarning,
-    TraceError,
-)
-from lit_resinit.gradients import (
-    SLOW,
-    GradientReport,
-    Observation,
-    Waking,
-    gradient_sizes,
-    is_frozen,
-    until_unfrozen,
-)
+from lit_resinit.errors import GradientError, IdentityError, NoBranchError, ResInitError, TraceError, warn
+from lit_resinit.gradients import SLOW, GradientReport, Waking, until_unfrozen
 from lit_resinit.hooks import Applied, LoadHook, applied_plan, inserted_gates, mark_applied, was_closed
-from lit_resinit.identity import IdentityReport, peak_of, to_host
-from lit_resinit.inputs import first_batch, training_step
-from lit_resinit.plan import ResidualPlan, Scheme, as_arguments, check_arguments, check_patterns, plan_forward
+from lit_resinit.identity import IdentityReport
+from lit_resinit.inputs import candidates, few_batches, give_back_loader, training_loss, training_step
+from lit_resinit.optimizers import (
+    STEPS_TO_MOVE,
+    check_optimizers,
+    has_finite_gradients,
+    has_rate,
+    holds_gates,
+    warn_about_rest,
+    warn_about_still_gates,
+)
+from lit_resinit.plan import ResidualPlan, Scheme, check_arguments, check_patterns, plan_forward
+from lit_resinit.report.figures import activation_figure, takes_figures
 from lit_resinit.report.files import check_report, is_page, replace_file
 from lit_resinit.report.page import LivePage, about_run, clock, later
 from lit_resinit.report.tables import history_table
 from lit_resinit.schemes import apply_
-from lit_resinit.trace import Run, call_model, clean_name, is_sharded, local
+from lit_resinit.setups import may_come_later, refuse_copies, refuse_sharded, refuse_strategy
+from lit_resinit.steps import Watch
+from lit_resinit.trace import Run, call_model, clean_name
 from lit_resinit.usefulness import Agreement, agreements, measure_usefulness
-from lit_resinit.watch import History, Moments, Watcher, gate_statistics, metrics, to_record
+from lit_resinit.watch import History, gate_statistics, metrics, to_record
 from lit_resinit.words import together
 
 
@@ -65,9 +57,6 @@ else:
     Callback = _callback_class()
 
 Policy = Literal["raise", "warn", "ignore"]
-STILL = 0.01  # part of the median movement below which a gate has not moved
-_SETTLED = 5  # steps after which movements can be compared
-_STEPS_TO_MOVE = 2  # steps after which a gate with a gradient should have left its closing value
 _SCALER_WAIT = 50  # steps that a gradient scaler may skip before its overflow counts as ours
 
 
@@ -91,7 +80,8 @@ class ResidualInit(Callback):
         patience: Optimizer steps that a gate may sleep before it counts as dead.
         on_ratio: Variance ratio from which a branch counts as switched on.
         log_every_n_steps: Steps between records; the Trainer's own setting when None.
-        usefulness: Ablate every branch on a few validation batches at the end.
+        usefulness: Ablate every branch on a few validation batches at the end. From then on the attribute holds the
+            loss with a gate closed minus the loss, by branch; else it is None.
         report: Path of a page that is rewritten while the run goes on (``.html``), or of a picture of the history that
             is written at the end (``.png``, ``.pdf``, ``.svg``).
         per_branch: Whether loggers get every quantity of every branch, or quantiles; the former up to 64 branches when
@@ -103,7 +93,6 @@ class ResidualInit(Callback):
         history: The :class:`History`.
         identity_report: The :class:`IdentityReport` of the first step.
         gradient_report: The :class:`GradientReport` of the last judged step.
-        usefulness: Loss with a gate closed minus loss, by branch, after a run with ``usefulness=True``; else None.
         agreements: How usefulness agrees with early switching on, and with its first-order estimate; else empty.
 
     Raises:
@@ -164,7 +153,7 @@ class ResidualInit(Callback):
         self._mark: Applied | None = None
         self._slept: dict[str, int] = {}
         self._loading: Any = None
-        self._watch = _Watch()
+        self._watch = Watch()
 
     # ---------------------------------------------------------------- 1. close the gates
 
@@ -174,7 +163,7 @@ class ResidualInit(Callback):
         In the other verbs the gates that a checkpoint brings are inserted when it is loaded, and nothing else is done.
         """
         if stage == "fit":
-            _refuse_strategy(trainer.strategy)
+            refuse_strategy(trainer.strategy)
             self._check_report(trainer)
             self._resumed, self._mark, self._slept = False, None, {}
             self._close_gates(trainer, pl_module)
@@ -187,7 +176,7 @@ class ResidualInit(Callback):
         try:
             self._prepare(trainer, pl_module)
         except (NoBranchError, TraceError) as error:
-            if not _may_come_later(pl_module):
+            if not may_come_later(pl_module):
                 raise
             self._late = error
 
@@ -212,7 +201,7 @@ class ResidualInit(Callback):
             return
         if trainer.ckpt_path is not None:
             self._resumed = True
-        _refuse_sharded(pl_module)
+        refuse_sharded(pl_module)
         self._prepare(trainer, pl_module, late=True)
 
     def _recognise(self, trainer: Any, pl_module: nn.Module) -> bool:
@@ -246,7 +235,7 @@ class ResidualInit(Callback):
                 "network does, call `apply_(self.net, make_plan(self.net, ...))` at the end of that "
                 "`configure_model` (or `setup`), or use scheme='last_layer'."
             )
-        _check_copies(trainer, plan)
+        refuse_copies(trainer, plan)
         if late and self._resumed:
             self._mark = mark_applied(pl_module, plan, moved=True)
         else:
@@ -257,7 +246,7 @@ class ResidualInit(Callback):
     def _plan(self, trainer: Any, pl_module: nn.Module, scheme: Scheme) -> ResidualPlan:
         check_arguments(pl_module, scheme, self.include, self.exclude)
         tried: list[str] = []
-        for what, inputs in _candidates(trainer, pl_module, self.example_inputs, tried):
+        for what, inputs in candidates(trainer, pl_module, self.example_inputs, tried):
             run: Run = call_model if what != "a batch of the training data" else training_step(trainer)
             try:
                 return plan_forward(pl_module, inputs, {}, run, scheme, self.include, self.exclude)
@@ -281,9 +270,9 @@ class ResidualInit(Callback):
         """Every gate has to be in an optimizer, and should not be decayed."""
         moved = self._mark is not None and self._mark.moved
         fresh = trainer.global_step == 0 and not self._resumed and not moved
-        self._watch = _Watch(judge=self.plan is not None, fresh=fresh)
+        self._watch = Watch(judge=self.plan is not None, fresh=fresh)
         if self.plan is not None:
-            _check_optimizers(trainer, pl_module, self.plan)
+            check_optimizers(trainer.optimizers, pl_module, self.plan)
 
     def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
         """On the first step observe, on logging steps measure; otherwise nothing."""
@@ -291,7 +280,8 @@ class ResidualInit(Callback):
             return
         first = self._watch.judge and self._watch.observation is None
         if first or (self._logs(trainer) and self.plan.branches):
-            self._watch.start(trainer, pl_module, self.plan, batch if first else None)
+            logs = _is_due(trainer, trainer.log_every_n_steps)
+            self._watch.start(pl_module, self.plan, batch if first else None, logs)
 
     def on_before_backward(self, trainer: Any, pl_module: nn.Module, loss: Tensor) -> None:
         """The forward is done: every branch has to have contributed exactly nothing."""
@@ -313,7 +303,7 @@ class ResidualInit(Callback):
             self._act(self.identity, IdentityError(found, self.identity_report))
         changed = [s for s in self.identity_report.stacks if s.changed_by and s.deviation > 0]
         if changed and not found:
-            _warn(
+            warn(
                 f"the stream from {changed[0].first} to {changed[0].last} also passes "
                 f"{', '.join(changed[0].changed_by[:4])}: the branches are closed, "
                 "but the stack is the identity only up to these."
@@ -328,7 +318,7 @@ class ResidualInit(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: nn.Module, optimizer: Any) -> None:
         """Unscaled, unclipped gradients: judge them if that is still due, look at sleepers again, record."""
-        if self.plan is None or not self._holds_gates(trainer, optimizer, pl_module):
+        if self.plan is None or not holds_gates(optimizer, trainer.optimizers, pl_module, self.plan):
             return
         if not pl_module.automatic_optimization:
             self._watch.stop_forward(None)
@@ -340,7 +330,7 @@ class ResidualInit(Callback):
             self._mark.moved = True
 
     def _judge_step(self, trainer: Any, pl_module: nn.Module, optimizer: Any) -> None:
-        skipped = trainer.scaler is not None and self._any_rank(trainer, not _all_finite(optimizer))
+        skipped = trainer.scaler is not None and self._any_rank(trainer, not has_finite_gradients(optimizer))
         if not skipped or self._watch.waited >= _SCALER_WAIT:
             self._judge_gradients(trainer, pl_module)
             self._look_again(trainer, pl_module, optimizer)
@@ -348,15 +338,6 @@ class ResidualInit(Callback):
         elif self._watch.judge:
             self._watch.waited += 1
             self._watch.drop()
-
-    def _holds_gates(self, trainer: Any, optimizer: Any, pl_module: nn.Module) -> bool:
-        """Whether this optimizer moves any gate: where some do, the others say nothing about gates."""
-        if len(trainer.optimizers) == 1:
-            return True
-        assert self.plan is not None
-        wanted = {g.parameter for g in self.plan.gates} | set(self.plan.zero_layers)
-        ours = {id(p) for n, p in pl_module.named_parameters() if clean_name(n) in wanted}
-        return not ours & _held(trainer.optimizers) or bool(ours & _held([optimizer]))
 
     def _judge_gradients(self, trainer: Any, pl_module: nn.Module) -> None:
         observation = self._watch.observation
@@ -383,7 +364,7 @@ class ResidualInit(Callback):
         if self._watch.judged_now:
             self._watch.judged_now = False
             return
-        if waking is None or not self._watch.waiting or all(g["lr"] == 0 for g in optimizer.param_groups):
+        if waking is None or not self._watch.waiting or not has_rate(optimizer):
             return
         self.gradient_report = waking.step(pl_module)
         self._alarm(trainer)
@@ -392,25 +373,18 @@ class ResidualInit(Callback):
         waiting = self._watch.waking.slept if self._watch.waking is not None else {}
         frozen = [n for n, p in pl_module.named_parameters() if clean_name(n) in waiting and not p.requires_grad]
         if frozen and _will_unfreeze(trainer):
-            _warn(
+            warn(
                 f"{len(frozen)} gates are still frozen at the end ({together(frozen)}): they were to be unfrozen, and "
                 "were not, so their branches never contributed. Unfreeze them earlier, or train longer."
             )
 
     def _warn_about_rest(self, pl_module: nn.Module, optimizer: Any) -> None:
-        """An optimizer whose step is proportional to the weight's own norm (LARS, LAMB) never leaves zero."""
-        if self.plan is None or self._watch.judge or self._watch.steps > _STEPS_TO_MOVE:
+        """Some steps after the verdict, what has a gradient should have moved."""
+        if self.plan is None or self._watch.judge or self._watch.steps > STEPS_TO_MOVE:
             return
-        if self._watch.steps == _STEPS_TO_MOVE and self._watch.alive:
-            resting = _resting(optimizer, pl_module, self.plan, self._watch.alive)
-            if resting:
-                _warn(
-                    f"{type(optimizer).__name__} has not moved {len(resting)} zero tensors in {_STEPS_TO_MOVE} steps, "
-                    f"although each has a gradient: {together(resting)}. A step proportional to the weight's norm "
-                    "(LARS, LAMB) leaves a zero where it is. Give them plain steps, in a group of their own: "
-                    "`lit_resinit.param_groups(self, plan)`."
-                )
-        self._watch.steps += any(g["lr"] != 0 for g in optimizer.param_groups)
+        if self._watch.steps == STEPS_TO_MOVE and self._watch.alive:
+            warn_about_rest(optimizer, pl_module, self.plan, self._watch.alive)
+        self._watch.steps += has_rate(optimizer)
 
     def _alarm(self, trainer: Any) -> None:
         report = self.gradient_report
@@ -427,11 +401,11 @@ class ResidualInit(Callback):
         exploding = [g for g in gates if g.status == "exploding"]
         if exploding:
             where = f", at {exploding[0].source}" if exploding[0].source else ""
-            _warn(f"{together([g.parameter for g in exploding])}: {exploding[0].cause}{where}.")
+            warn(f"{together([g.parameter for g in exploding])}: {exploding[0].cause}{where}.")
         slow = [g for g in gates if g.status == "alive" and g.slope < SLOW]
         if slow:
             by = f", attenuated by {slow[0].attenuated_by}" if slow[0].attenuated_by else ""
-            _warn(
+            warn(
                 f"slow start: only {slow[0].slope:.1e} of the error reaches "
                 f"{together([g.parameter for g in slow])}{by}. "
                 "Raise that factor, or close it instead of what lies before it."
@@ -440,8 +414,8 @@ class ResidualInit(Callback):
     # ---------------------------------------------------------------- 4. watch the blocks switch on
 
     def _logs(self, trainer: Any) -> bool:
-        every = trainer.log_every_n_steps if self.log_every_n_steps is None else self.log_every_n_steps
-        return bool(every) and (_step_index(trainer) + 1) % every == 0
+        every = self.log_every_n_steps
+        return _is_due(trainer, trainer.log_every_n_steps if every is None else every)
 
     def _record(self, trainer: Any, pl_module: nn.Module) -> None:
         self._watch.collect()
@@ -482,10 +456,8 @@ class ResidualInit(Callback):
         """The heat map of a new record; matplotlib is an extra, without it loggers get numbers only."""
         if not self._unpictured or trainer.fast_dev_run or not trainer.is_global_zero:
             return
-        takers = [send for logger in trainer.loggers if (send := _takes_figures(logger)) is not None]
+        takers = [send for logger in trainer.loggers if (send := takes_figures(logger)) is not None]
         if takers and importlib.util.find_spec("matplotlib") is not None:
-            from lit_resinit.report.figures import activation_figure
-
             self._unpictured, figure = False, activation_figure(self.history)
             for send in takers:
                 send("resinit/blocks", figure, _step_index(trainer))
@@ -496,44 +468,21 @@ class ResidualInit(Callback):
         if self.plan is None or not len(self.history):
             return
         if self._measure_usefulness:
-            self.usefulness = _usefulness(trainer, pl_module, self.plan)
+            shows = trainer.is_global_zero and trainer.progress_bar_callback is not None
+            batches, loss = few_batches(trainer, 4), training_loss(trainer)
+            self.usefulness = measure_usefulness(pl_module, self.plan, batches, loss, progress=shows)
             self.agreements = agreements(self.history, self.usefulness)
         now = gate_statistics(pl_module, self.plan).cpu()
         if trainer.is_global_zero:
             Console().print(history_table(self.plan, self.history, gate_max=now[1], step=trainer.global_step))
             for agreement in self.agreements:
                 Console().print(str(agreement), highlight=False)
-            self._warn_about_still_gates(trainer, pl_module, self.history.movement(now[0], now[1]))
+            moved = self.history.movement(now[0], now[1])
+            judged, steps = self.gradient_report, trainer.global_step
+            warn_about_still_gates(trainer.optimizers, pl_module, self.plan, moved, judged, steps)
             if self.report is not None and self._page is None:
-                from lit_resinit.report.figures import activation_figure
-
                 replace_file(self.report, activation_figure(self.history).savefig)
         self._follow(trainer, "finished", last=True)
-
-    def _warn_about_still_gates(self, trainer: Any, pl_module: nn.Module, movement: Tensor) -> None:
-        """Awake, and yet hardly moved: the optimizer is to blame, or a dtype too coarse for its steps."""
-        assert self.plan is not None
-        moves = movement[~movement.isnan()]
-        if trainer.global_step < _SETTLED or not moves.numel() or not moves.median():
-            return
-        verdicts = self.gradient_report.gates if self.gradient_report is not None else {}
-        still = [
-            gate.parameter
-            for branch, distance in zip(self.plan.branches, movement.tolist(), strict=True)
-            for gate in branch.gates
-            if branch.action != "excluded" and distance < STILL * float(moves.median())
-            if gate.parameter not in verdicts or verdicts[gate.parameter].status == "alive"
-        ]
-        if still:
-            settings = _settings(trainer, pl_module)
-            listed = "; ".join(f"{name} ({settings.get(name, 'in no optimizer')})" for name in still[:6])
-            more = "" if len(still) <= 6 else f"; and {len(still) - 6} more"
-            number = f"{len(still)} gate{'' if len(still) == 1 else 's'}"
-            _warn(
-                f"{number} with a gradient moved less than {STILL:.0%} of the median over all gates "
-                f"({float(moves.median()):.3g}) in {trainer.global_step} steps: {listed}{more}. Compare their "
-                "learning rate, weight decay and dtype with those of the others."
-            )
 
     def on_train_epoch_end(self, trainer: Any, pl_module: nn.Module) -> None:
         """Rewrite the page, where that is due, and give the picture to loggers that take one."""
@@ -549,7 +498,7 @@ class ResidualInit(Callback):
             text = f"{state} at step {trainer.global_step}, written {clock()}"
             self._page.write(self.history, self._about(), text, last)
         except OSError as error:
-            _warn(f"the page {self.report} could not be rewritten ({error}); the training goes on.")
+            warn(f"the page {self.report} could not be rewritten ({error}); the training goes on.")
 
     def _about(self) -> dict[str, Any]:
         woke = self._watch.waking.woke if self._watch.waking is not None else None
@@ -574,13 +523,13 @@ class ResidualInit(Callback):
             self._watch.close()
             raise error
         if policy == "warn":
-            _warn(str(error))
+            warn(str(error))
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
         """Leave no hook or mode behind, and a page that says what stopped the run."""
         self._watch.close()
         self._stop_explaining()
-        _give_back_loader(trainer, pl_module)
+        give_back_loader(trainer, pl_module)
         if self.plan is not None:
             self._follow(trainer, f"stopped by {type(exception).__name__}", last=True)
 
@@ -588,7 +537,7 @@ class ResidualInit(Callback):
         """Leave no hook or mode behind, nor the bound ``log`` methods of the Trainer, which hold the module."""
         self._watch.close()
         self._stop_explaining()
-        _give_back_loader(trainer, pl_module)
+        give_back_loader(trainer, pl_module)
         for name in ("log", "log_dict"):
             vars(self).pop(name, None)
 
@@ -620,78 +569,6 @@ class ResidualInit(Callback):
                 hook.folds_into = tuple((str(n), float(v)) for n, v in folds[name])
 
 
-class _Watch:
-    """What lives only while steps run: modes, hooks, and the numbers of one step."""
-
-    def __init__(self, judge: bool = False, fresh: bool = False) -> None:
-        self.judge, self.fresh = judge, fresh
-        self.observation: Observation | None = None
-        self.waking: Waking | None = None
-        self.waited, self.judged_now = 0, False
-        self.alive: set[str] = set()
-        self.waiting = False  # for a gate asleep, on any rank
-        self.steps = 0  # real ones since the verdict
-        self.moments: Moments | None = None
-        self.recorded = self.logs = False
-        self._watcher: Watcher | None = None
-        self._modes = contextlib.ExitStack()
-
-    @property
-    def due(self) -> bool:
-        """Whether the next optimizer step has something to judge."""
-        return self.judge or self.waiting or self.steps <= _STEPS_TO_MOVE
-
-    def start(self, trainer: Any, model: nn.Module, plan: ResidualPlan, batch: Any) -> None:
-        """Enter the modes for one forward."""
-        self.close_modes()
-        if batch is not None:
-            self.observation = Observation(model, plan, batch)
-            self.observation.start()
-        if plan.branches and not self.recorded:
-            self._watcher = Watcher(model, plan)
-            self._modes.enter_context(torch.compiler.set_stance("force_eager"))
-            self._modes.enter_context(self._watcher)
-            device = next(model.parameters()).device
-            self.moments = Moments(2 * len(plan)).to(device) if self.moments is None else self.moments
-        self.logs = batch is None or _is_logging(trainer)
-
-    def stop_forward(self, loss: Tensor | None) -> None:
-        """Leave the modes, innermost first."""
-        self.collect()
-        self.close_modes()
-        if self.observation is not None:
-            if loss is not None:
-                self.observation.link(loss)
-            self.observation.stop()
-
-    def collect(self) -> None:
-        """Move what the watcher measured into the moments."""
-        found = self._watcher.moments() if self._watcher is not None else None
-        if found is not None and self.moments is not None:
-            self.moments.update(*found)
-
-    def end_record(self) -> None:
-        """The record is written: forget its numbers."""
-        self.moments, self.recorded = None, False
-
-    def close_modes(self) -> None:
-        """Leave the watcher."""
-        self._modes.close()
-        self._watcher = None
-
-    def drop(self) -> None:
-        """Give up this step's observation; the next batch is observed instead."""
-        self.close_modes()
-        if self.observation is not None:
-            self.observation.close()
-            self.observation = None
-
-    def close(self) -> None:
-        """Leave nothing behind."""
-        self.drop()
-        self.end_record()
-
-
 # -------------------------------------------------------------------- what the Trainer knows
 
 
@@ -714,110 +591,13 @@ def _check_options(
         raise ValueError(f"Expected argument `log_every_n_steps` to be None or a number of steps but got {every!r}")
 
 
-def _may_come_later(pl_module: nn.Module) -> bool:
-    """Whether the module builds something after ``Callback.setup``: it overrides ``setup`` or ``configure_model``."""
-    base: Any = next(c for c in type(pl_module).__mro__ if c.__name__ == "LightningModule")
-    return any(getattr(type(pl_module), n) is not getattr(base, n) for n in ("setup", "configure_model"))
-
-
-def _refuse_strategy(strategy: Any) -> None:
-    """Strategies after whose wrapping neither a gate nor its gradient can be read."""
-    names = {c.__name__ for c in type(strategy).__mro__} & {"FSDPStrategy", "DeepSpeedStrategy"}
-    if names:
-        raise ResInitError(
-            f"setting up under {min(names)}: expected parameters that keep their values and gradients, found a "
-            "strategy that packs them into flat buffers, where a gate can neither be closed later nor judged. Use "
-            "ModelParallelStrategy (FSDP2). Or close the gates yourself, with `apply_(self, make_plan(self, ...))` at "
-            "the end of `__init__`, check them once on one device with `Trainer(devices=1, fast_dev_run=True, "
-            "callbacks=[ResidualInit()])`, and train without the callback. Nothing was changed."
-        )
-
-
-def _refuse_sharded(pl_module: nn.Module) -> None:
-    """The forward of a sharded network cannot be traced: its parameters are put together while it runs."""
-    sharded = [n for n, p in pl_module.named_parameters() if is_sharded(p)]
-    if sharded:
-        raise ResInitError(
-            f"closing the gates: expected a network that is not sharded yet, found {len(sharded)} sharded parameters "
-            f"({together(sharded)}). In `configure_model`, after building and before `fully_shard`, call "
-            "`apply_(self.net, make_plan(self.net, ...))`; this callback recognises it. Nothing was changed."
-        )
-
-
-def _check_copies(trainer: Any, plan: ResidualPlan) -> None:
-    """A callback that copied the module in its own ``setup`` would miss the parameters inserted now."""
-    if not any(b.action == "insert" for b in plan.branches):
-        return
-    copied = [c for c in trainer.callbacks if getattr(c, "_average_model", None) is not None]
-    if copied:
-        raise ResInitError(
-            f"inserting gates: expected no copy of the module yet, found one in {type(copied[0]).__name__}, whose "
-            "`setup` ran first (WeightAveraging and its kind copy the module there). List ResidualInit before it in "
-            "`Trainer(callbacks=[...])`. Nothing was changed."
-        )
-
-
-def _candidates(trainer: Any, pl_module: Any, example_inputs: Any, tried: list[str]) -> Any:
-    """(what, positional inputs) in the order in which they are tried."""
-    if example_inputs is not None:
-        yield "example_inputs", as_arguments(example_inputs)
-        return
-    array = getattr(pl_module, "example_input_array", None)
-    if array is not None:
-        yield "example_input_array", (array,) if isinstance(array, Tensor) else as_arguments(array)
-    try:
-        loader = _train_loader(trainer, pl_module)
-        sizes = (4, None)
-        for size in sizes:
-            yield "a batch of the training data", (first_batch(loader, size),)
-    except (GeneratorExit, NoBranchError):
-        raise
-    except Exception as error:
-        tried.append(f"the training data: {type(error).__name__}: {error}")
-
-
-def _train_loader(trainer: Any, pl_module: Any) -> Any:
-    """The training loader, built once: what a hook returns is handed to the Trainer when it asks."""
-    source = trainer.fit_loop._data_source
-    if not source.is_module():
-        return source.instance
-    owner = source.instance
-    loader = owner.train_dataloader()
-
-    def once() -> Any:
-        vars(owner).pop("train_dataloader", None)
-        return loader
-
-    once.lent = True  # type: ignore[attr-defined]
-    vars(owner)["train_dataloader"] = once
-    return loader
-
-
-def _give_back_loader(trainer: Any, pl_module: Any) -> None:
-    """Remove the loader that was lent to the Trainer, where it never asked for it."""
-    for owner in (pl_module, trainer.datamodule):
-        if owner is not None and getattr(vars(owner).get("train_dataloader"), "lent", False):
-            del vars(owner)["train_dataloader"]
-
-
 def _step_index(trainer: Any) -> int:
     """Optimizer steps counted by batches, the x-axis of Lightning's own logs."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
-def _is_logging(trainer: Any) -> bool:
-    every = trainer.log_every_n_steps
+def _is_due(trainer: Any, every: int) -> bool:
     return bool(every) and (_step_index(trainer) + 1) % every == 0
-
-
-def _takes_figures(logger: Any) -> Callable[[str, Any, int], None] | None:
-    """How a logger takes a figure: as W&B's (`log_image`), as TensorBoard's (`add_figure`), or not at all."""
-    if callable(log_image := getattr(logger, "log_image", None)):
-        return lambda name, figure, step: log_image(name, [figure], step=step)
-    add_figure = getattr(getattr(logger, "experiment", None), "add_figure", None)
-    if callable(add_figure):
-        return lambda name, figure, step: add_figure(name, figure, step, close=False)
-    return None
 
 
 def _accumulates(trainer: Any) -> bool:
@@ -833,90 +613,6 @@ def _of_every_rank(message: str) -> str:
     return next((f"on rank {rank}: {text}" for rank, text in enumerate(messages) if text), "")
 
 
-def _held(optimizers: Sequence[Any]) -> set[int]:
-    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-
-
 def _will_unfreeze(trainer: Any) -> bool:
     """Whether a callback of the kind of ``BackboneFinetuning`` unfreezes parameters later."""
     return any(hasattr(c, "unfreeze_and_add_param_group") for c in trainer.callbacks)
-
-
-def _all_finite(optimizer: Any) -> bool:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    sizes = gradient_sizes({str(i): p for i, p in enumerate(parameters)})
-    return all(math.isfinite(s) for s in sizes.values())
-
-
-def _check_optimizers(trainer: Any, pl_module: nn.Module, plan: ResidualPlan) -> None:
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    held = {id(p): group for group in groups for p in group["params"]}
-    wanted = {g.parameter for g in plan.gates}
-    gates = {clean_name(n): p for n, p in pl_module.named_parameters() if clean_name(n) in wanted}
-    lost = [n for n, p in gates.items() if id(p) not in held and p.requires_grad]
-    if lost:
-        parameters = {clean_name(n): p for n, p in pl_module.named_parameters(remove_duplicate=False)}
-        frozen = {g.parameter for b in plan.branches if is_frozen(b, parameters) for g in b.gates}
-        lost = [n for n in lost if n not in frozen]
-    if lost:
-        raise GateOptimizerError(
-            f"looked for {len(gates)} gates in {len(groups)} parameter groups; expected each in one, found "
-            f"{len(lost)} in none: {', '.join(lost[:6])}{'' if len(lost) <= 6 else f' and {len(lost) - 6} more'}. "
-            "Nothing would ever move them. Build the optimizer from `self.parameters()` or "
-            "`lit_resinit.param_groups(self, plan)`."
-        )
-    decayed = [n for n, p in gates.items() if held.get(id(p), {}).get("weight_decay")]
-    scalars = [n for n in decayed if gates[n].numel() == 1]
-    if scalars:
-        _warn(
-            f"weight_decay pulls on {len(scalars)} gates ({together(scalars)}); it holds them below what they want. "
-            "Put them in a group of their own: `lit_resinit.param_groups(self, plan)`."
-        )
-
-
-def _resting(optimizer: Any, pl_module: nn.Module, plan: ResidualPlan, alive: set[str]) -> list[str]:
-    """Gates and zero layers among ``alive`` that this optimizer holds, with a rate above zero, and that are closed."""
-    stepped = {id(p) for group in optimizer.param_groups if group["lr"] != 0 for p in group["params"]}
-    closing = {g.parameter: g for g in plan.gates} | dict.fromkeys(plan.zero_layers)
-    gaps: dict[str, Tensor] = {}  # of a sharded one the part that is here: the rank that has it warns
-    for name, parameter in ((clean_name(n), p) for n, p in pl_module.named_parameters()):
-        if name in closing and name in alive and id(parameter) in stepped:
-            gate, value = closing[name], local(parameter).detach()
-            if gate is not None:
-                value = (value if gate.index is None else value[gate.index]) - gate.value
-            peak = peak_of(value)
-            gaps |= {} if peak is None else {name: peak}
-    return [name for name, gap in zip(gaps, to_host(list(gaps.values())), strict=True) if gap == 0.0]
-
-
-def _settings(trainer: Any, pl_module: nn.Module) -> dict[str, str]:
-    """Learning rate, weight decay and dtype of every parameter in an optimizer, by name."""
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    held = {id(p): group for group in groups for p in group["params"]}
-    return {
-        clean_name(n): f"learning rate {float(held[id(p)]['lr']):g}, weight decay "
-        f"{held[id(p)].get('weight_decay', 0):g}, {str(p.dtype).removeprefix('torch.')}"
-        for n, p in pl_module.named_parameters()
-        if id(p) in held
-    }
-
-
-def _usefulness(trainer: Any, pl_module: Any, plan: ResidualPlan, batches: int = 4) -> dict[str, float]:
-    loaders = trainer.val_dataloaders or trainer.train_dataloader
-    loader = loaders[0] if isinstance(loaders, Sequence) else loaders
-    kept = [b for b, _ in zip(loader, range(batches), strict=False)]
-    run = training_step(trainer)
-
-    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
-        out = run(model, (pl_module.transfer_batch_to_device(batch, pl_module.device, 0),), {})
-        loss = out["loss"] if isinstance(out, dict) else out
-        if not isinstance(loss, Tensor):
-            raise ResInitError("measuring usefulness: expected training_step to return a loss, found none.")
-        return loss
-
-    shows = trainer.is_global_zero and trainer.progress_bar_callback is not None
-    return measure_usefulness(pl_module, plan, kept, loss_fn, progress=shows)
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, ResInitWarning, stacklevel=3)

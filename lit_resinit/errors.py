@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 
 class ResInitError(RuntimeError):
     """Root of every error of this package.
@@ -79,3 +81,8 @@ class GateOptimizerError(ResInitError):
 
 class ResInitWarning(UserWarning):
     """Everything this package warns about."""
+
+
+def warn(message: str) -> None:
+    """Warn, as of the line that called the function that calls this."""
+    warnings.warn(message, ResInitWarning, stacklevel=3)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -17,7 +18,6 @@ from lit_resinit.errors import GradientError
 from lit_resinit.flow import Flow, GradientProbe, Reason
 from lit_resinit.gates import INSERTED_NAME, holds
 from lit_resinit.identity import IdentityReport, peak_of, to_host
-from lit_resinit.naming import is_below
 from lit_resinit.plan import Branch, ResidualPlan
 from lit_resinit.trace import clean_name, is_sharded, whole
 from lit_resinit.words import in_columns, together, without_numbers
@@ -205,7 +205,7 @@ class _Judge:
     def _without_gradient(self, judged: _Judged, parameter: nn.Parameter, verdict: Any) -> GateGradient:
         if not parameter.requires_grad and self._is_open(judged.gate):
             return verdict("alive", "it is frozen, and open: its branch takes part as it is")  # type: ignore[no-any-return]
-        if self._is_frozen(judged.branch):
+        if judged.branch in self._frozen:
             return verdict("asleep", "its whole block is frozen, and waits to be unfrozen or copied into")  # type: ignore[no-any-return]
         if not parameter.requires_grad:
             return verdict("missing", "it is frozen (requires_grad is False), so its branch stays closed for good")  # type: ignore[no-any-return]
@@ -219,8 +219,9 @@ class _Judge:
         )
         return verdict("missing", why, source=source)  # type: ignore[no-any-return]
 
-    def _is_frozen(self, branch: str) -> bool:
-        return any(is_frozen(b, self.parameters) for b in self.plan.branches if b.name == branch)
+    @functools.cached_property
+    def _frozen(self) -> set[str]:
+        return frozen_branches(self.plan.branches, self.parameters)
 
     def _is_open(self, name: str) -> bool:
         gates = [g for g in self.plan.gates if g.parameter == name]
@@ -400,10 +401,14 @@ class _Judge:
         return [] if reader is None else self.flow.steps_between(reader, self.flow.additions[branch])
 
 
-def is_frozen(branch: Branch, parameters: dict[str, nn.Parameter]) -> bool:
-    """Whether nothing in a block is trained but what was inserted: an EMA teacher, a part that is unfrozen later."""
-    own = [p for n, p in parameters.items() if is_below(n, branch.block) and INSERTED_NAME not in n]
-    return not any(p.requires_grad for p in own)
+def frozen_branches(branches: Sequence[Branch], parameters: dict[str, nn.Parameter]) -> set[str]:
+    """Those in whose block only what was inserted is trained: an EMA teacher, a part that is unfrozen later."""
+    trained: set[str] = set()  # modules with something in them that is
+    for name in (n for n, p in parameters.items() if p.requires_grad and INSERTED_NAME not in n):
+        while name not in trained:
+            trained.add(name)
+            name = name.rpartition(".")[0]
+    return {b.name for b in branches if b.block not in trained}
 
 
 def gradient_sizes(parameters: dict[str, nn.Parameter]) -> dict[str, float]:

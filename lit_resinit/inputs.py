@@ -6,13 +6,56 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from lit_resinit.errors import TraceError
+from lit_resinit.errors import NoBranchError, ResInitError, TraceError
+from lit_resinit.plan import as_arguments
 from lit_resinit.trace import keep_rng
 
 SMALL = 4  # items; batch statistics need more than one
+
+
+def candidates(trainer: Any, module: Any, example_inputs: Any, tried: list[str]) -> Any:
+    """(what, positional inputs) in the order in which they are tried."""
+    if example_inputs is not None:
+        yield "example_inputs", as_arguments(example_inputs)
+        return
+    array = getattr(module, "example_input_array", None)
+    if array is not None:
+        yield "example_input_array", (array,) if isinstance(array, Tensor) else as_arguments(array)
+    try:
+        loader = _train_loader(trainer)
+        for size in (SMALL, None):
+            yield "a batch of the training data", (first_batch(loader, size),)
+    except (GeneratorExit, NoBranchError):
+        raise
+    except Exception as error:
+        tried.append(f"the training data: {type(error).__name__}: {error}")
+
+
+def _train_loader(trainer: Any) -> Any:
+    """The training loader, built once: what a hook returns is handed to the Trainer when it asks."""
+    source = trainer.fit_loop._data_source
+    if not source.is_module():
+        return source.instance
+    owner = source.instance
+    loader = owner.train_dataloader()
+
+    def once() -> Any:
+        vars(owner).pop("train_dataloader", None)
+        return loader
+
+    once.lent = True  # type: ignore[attr-defined]
+    vars(owner)["train_dataloader"] = once
+    return loader
+
+
+def give_back_loader(trainer: Any, module: Any) -> None:
+    """Remove the loader that was lent to the Trainer, where it never asked for it."""
+    for owner in (module, trainer.datamodule):
+        if owner is not None and getattr(vars(owner).get("train_dataloader"), "lent", False):
+            del vars(owner)["train_dataloader"]
 
 
 def first_batch(loader: Any, size: int | None = SMALL) -> Any:
@@ -118,6 +161,27 @@ def training_step(trainer: Any) -> Callable[[nn.Module, tuple[Any, ...], dict[st
         return module.training_step(batch, 1) if skipped else out
 
     return run
+
+
+def few_batches(trainer: Any, count: int) -> list[Any]:
+    """The first validation batches, or the first training batches where there is no validation."""
+    loaders = trainer.val_dataloaders or trainer.train_dataloader
+    loader = loaders[0] if isinstance(loaders, Sequence) else loaders
+    return [batch for batch, _ in zip(loader, range(count), strict=False)]
+
+
+def training_loss(trainer: Any) -> Callable[[Any, Any], Tensor]:
+    """The loss of a module's training step on a batch, the rest silenced."""
+    run = training_step(trainer)
+
+    def loss_fn(module: Any, batch: Any) -> Tensor:
+        out = run(module, (module.transfer_batch_to_device(batch, module.device, 0),), {})
+        loss = out["loss"] if isinstance(out, dict) else out
+        if not isinstance(loss, Tensor):
+            raise ResInitError("measuring usefulness: expected training_step to return a loss, found none.")
+        return loss
+
+    return loss_fn
 
 
 def _silence(module: nn.Module, trainer: Any) -> None:

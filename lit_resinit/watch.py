@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 import zipfile
@@ -449,10 +450,10 @@ def metrics(history: History, per_branch: bool | None = None) -> dict[str, float
         "resinit/variance_ratio_max": _safe(ratio, max),
         "resinit/variance_ratio_min": _safe(ratio, min),
     }
+    names = log_names(history.branches) if named_branches else []
     for quantity, row in values.items():
         if named_branches:
-            named = zip(history.branches, row.tolist(), strict=True)
-            result |= {f"resinit/{quantity}/{log_name(b)}": v for b, v in named}
+            result |= {f"resinit/{quantity}/{name}": v for name, v in zip(names, row.tolist(), strict=True)}
         else:
             spread = torch.nanquantile(row, torch.tensor([0.1, 0.5, 0.9])).tolist()
             result |= {f"resinit/{quantity}/q{q}": v for q, v in zip((10, 50, 90), spread, strict=True)}
@@ -462,6 +463,20 @@ def metrics(history: History, per_branch: bool | None = None) -> dict[str, float
 def _safe(row: Tensor, reduce: Any) -> float:
     known = [v for v in row.tolist() if not math.isnan(v)]
     return float(reduce(known)) if known else math.nan
+
+
+def log_names(branches: Sequence[str]) -> list[str]:
+    """Branch names as logger keys, all different: where two become equal, ``-2`` follows the one that had to change."""
+    taken = {b for b in branches if log_name(b) == b}
+    names = []
+    for branch in branches:
+        name = plain = log_name(branch)
+        number = itertools.count(2)
+        while name != branch and name in taken:
+            name = f"{plain}-{next(number)}"
+        taken.add(name)
+        names.append(name)
+    return names
 
 
 def log_name(branch: str) -> str:

@@ -71,6 +71,17 @@ class NormLast(PreNorm):
         return x + self.norm(self.f(x))
 
 
+class RootMeanSquare(nn.Module):
+    """A norm written in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+
+
 class ConvBlock(nn.Module):
     """A residual block of two convolutions with batch norm, and a projection where the shape changes."""
 

@@ -1,18 +1,18 @@
 """What a gate must not be: a weight that the network reads elsewhere; and networks that rest, idle or stay frozen."""
 
-import contextlib
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from networks import WIDTH, Plain, Scaled, mlp
+from networks import WIDTH, Plain, RootMeanSquare, Scaled, mlp, stack
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lit_resinit import TrainedWeightsError, apply_, check_identity, make_plan, observe
+from lit_resinit import TrainedWeightsError, apply_, check_identity, gradients, make_plan, observe, optimizers
 from lit_resinit.errors import GateError
-from lit_resinit.gradients import UNSEEN, Waking
+from lit_resinit.gradients import UNSEEN, Waking, frozen_branches
 
 X = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(0))
 
@@ -66,6 +66,13 @@ class TiedLayers(nn.Module):
         return x + functional.gelu(x @ self.weight) @ self.weight.t()
 
 
+class StemInBranch(Plain):
+    """The last layer of the branch is the stem too, and the branch ends with the module that holds it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.f[2](x))
+
+
 class TwiceScaled(Scaled):
     """The square of a scale, as two products."""
 
@@ -73,24 +80,37 @@ class TwiceScaled(Scaled):
         return x + self.scale * (self.scale * self.f(x))
 
 
-@pytest.mark.parametrize("build", [OneScale, OneNorm, TiedStem, TiedLayers, TwiceScaled])
-@pytest.mark.parametrize("scheme", ["auto", "last_layer"])
+ELSEWHERE: dict[Callable[[], nn.Module], tuple[str, str]] = {  # the weight, and where it is read too
+    OneScale: ("scale", "in the top module"),
+    OneNorm: (r"norm\.weight", "in norm"),
+    TiedStem: (r"layer\.weight", "in layer"),
+    TiedLayers: ("weight", "in the top module"),
+    TwiceScaled: ("scale", "in the top module"),
+}
+LOOKED_FOR = {"auto": "a module whose output is the end of the branch", "last_layer": "a last layer to zero"}
+
+
+@pytest.mark.parametrize("build", ELSEWHERE)
+@pytest.mark.parametrize("scheme", LOOKED_FOR)
 def test_a_weight_read_elsewhere_is_never_closed(build: Callable[[], nn.Module], scheme: str) -> None:
     torch.manual_seed(0)
-    model = build()
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    spread = model(X).std(0).max()
-    plan = None
-    with contextlib.suppress(GateError):
-        plan = make_plan(model, X, scheme=scheme)
-    if plan is None:
-        with pytest.raises(GateError, match=r"is used elsewhere too \(at .*test_elsewhere\.py:\d+\)"):
-            make_plan(model, X, scheme=scheme)
-        return
+    weight, where = ELSEWHERE[build]
+    why = rf"found none: {weight} is used elsewhere too \(at .*test_elsewhere\.py:\d+\), {where}\."
+    with pytest.raises(GateError, match=f"scheme '{scheme}' on .root.: expected {LOOKED_FOR[scheme]}; {why}"):
+        make_plan(build(), X, scheme=scheme)
+
+
+def test_a_gate_is_inserted_where_the_last_layer_is_read_elsewhere() -> None:
+    torch.manual_seed(0)
+    model = StemInBranch()
+    before, spread = copy.deepcopy(model.state_dict()), model(X).std(0).max()
+    with pytest.raises(GateError, match=r"f\.2\.weight is used elsewhere too \(at .*test_elsewhere\.py:\d+\), in f\.2"):
+        make_plan(model, X, scheme="last_layer")
+    plan = make_plan(model, X)
     apply_(model, plan)
+    assert [(b.action, g.parameter) for b in plan.branches for g in b.gates] == [("insert", "f.residual_gate")]
     assert check_identity(model, plan, X).ok
-    shared = [n for n in ("scale", "norm.weight", "layer.weight", "weight") if n in before]
-    assert all(torch.equal(model.get_parameter(n), before[n]) for n in shared)
+    assert all(torch.equal(model.state_dict()[n], v) for n, v in before.items())
     assert model(X).std(0).max() > 0.1 * spread
 
 
@@ -146,17 +166,6 @@ def test_stages_of_one_step_are_closed_once() -> None:
 
 
 # -------------------------------------------------------------------- evidence of training
-
-
-class RootMeanSquare(nn.Module):
-    """A norm written in Python."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
 
 
 class Normed(nn.Module):
@@ -295,6 +304,51 @@ def test_a_frozen_copy_stays_frozen_and_is_no_alarm() -> None:
         with observe(model, plan, X) as seen:
             model(X).mean().backward()
         assert seen.gradients.ok, str(seen.gradients)
+
+
+class Walked(dict):
+    """Parameters that count how often something goes through them."""
+
+    walks = 0
+
+    def items(self) -> Any:
+        Walked.walks += 1
+        return super().items()
+
+
+@pytest.mark.parametrize("depth", [2, 12])
+def test_parameters_are_walked_once_to_find_the_frozen_blocks(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen = stack(Plain, depth)[:-1].requires_grad_(False)
+    model = nn.Sequential(frozen, nn.Linear(WIDTH, 2))
+    plan = make_plan(model, X, scheme="insert")
+    apply_(model, plan).requires_grad_(False)[1].requires_grad_(True)
+    monkeypatch.setattr(gradients, "frozen_branches", lambda b, p: frozen_branches(b, Walked(p)))
+    monkeypatch.setattr(optimizers, "frozen_branches", lambda b, p: frozen_branches(b, Walked(p)))
+    monkeypatch.setattr(Walked, "walks", 0)
+    model(X).square().mean().backward()
+    statuses = [g.status for g in gradients.check_gradients(model, plan).gates.values()]
+    assert (statuses, Walked.walks) == (["asleep"] * depth, 1)
+    for gate in plan.gates:
+        model.get_parameter(gate.parameter).requires_grad_(True)
+    optimizers.check_optimizers([torch.optim.SGD(model[1].parameters())], model, plan)
+    assert Walked.walks == 2
+
+
+def test_a_block_is_frozen_where_nothing_below_it_is_trained_but_what_was_inserted() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Plain(), nn.Sequential(Plain(), Plain()))
+    plan = make_plan(model, X, scheme="insert")
+    apply_(model, plan)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("residual_gate" in name)
+    parameters = dict(model.named_parameters())
+    assert frozen_branches(plan.branches, parameters) == {"0", "1.0", "1.1"}
+    model[1][1].f[0].bias.requires_grad_(True)
+    assert frozen_branches(plan.branches, parameters) == {"0", "1.0"}
+    root = make_plan(Plain(), X)
+    assert root.branches[0].block == ""
+    assert frozen_branches(root.branches, {"f.0.weight": nn.Parameter(X, False)}) == {"f"}
+    assert frozen_branches(root.branches, {"f.0.weight": nn.Parameter(X)}) == set()
 
 
 # -------------------------------------------------------------------- other additions

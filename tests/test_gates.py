@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from networks import WIDTH, NormLast, Plain, PreNorm, Scaled, mlp
+from networks import WIDTH, NormLast, Plain, PreNorm, RootMeanSquare, Scaled, mlp
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
@@ -75,17 +75,6 @@ class SharedScale(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.scale * self.a(x)
         return x + self.scale * self.b(x)
-
-
-class RootMeanSquare(nn.Module):
-    """A norm written out in Python."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
 
 
 class Bare(Plain):

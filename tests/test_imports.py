@@ -25,10 +25,13 @@ ORDER = [
     "identity",
     "flow",
     "gradients",
+    "optimizers",
     "watch",
+    "steps",
     "usefulness",
     "report",
     "inputs",
+    "setups",
     "cli",
     "__main__",
     "callback",
@@ -124,7 +127,7 @@ import torch
 import lit_resinit
 from lit_resinit import apply_, check_identity, fold_, make_plan, observe
 import lit_resinit.cli, lit_resinit.report.page
-import lit_resinit.inputs, lit_resinit.report.tables, lit_resinit.report.figures
+import lit_resinit.inputs, lit_resinit.setups, lit_resinit.steps, lit_resinit.report.tables, lit_resinit.report.figures
 layer, x = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True), torch.randn(2, 3, 8)
 plan = make_plan(layer, x)
 apply_(layer, plan)

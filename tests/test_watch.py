@@ -11,7 +11,7 @@ from networks import WIDTH, InPlace, Plain, Scaled, stack
 from torch import Tensor, nn
 
 from lit_resinit import History, ResInitError, apply_, make_plan
-from lit_resinit.watch import QUANTITIES, Moments, Watcher, gate_statistics, log_name, metrics, to_record
+from lit_resinit.watch import QUANTITIES, Moments, Watcher, gate_statistics, log_name, log_names, metrics, to_record
 
 X = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(0))
 
@@ -361,3 +361,13 @@ def test_log_names_have_plain_characters() -> None:
     assert log_name("(root):2") == "root.2"
     assert log_name("layer1.0/attn-b_c") == "layer1.0/attn-b_c"
     assert log_name("β.0") == "_.0"
+
+
+def test_log_names_of_different_branches_differ() -> None:
+    named = {"a:2": "a.2-2", "a.2": "a.2", "β": "_", "δ": "_-2", "(root)": "root-3", "root-2": "root-2", "root": "root"}
+    assert log_names(list(named)) == list(named.values())
+    history = History(["a:2", "a.2"])
+    history.append(0, torch.zeros(4, 2), torch.ones(2), torch.tensor([0.25, 0.5]))
+    found = metrics(history)
+    assert found["resinit/variance_ratio/a.2"] == 0.5
+    assert found["resinit/variance_ratio/a.2-2"] == 0.25

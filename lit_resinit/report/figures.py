@@ -1,8 +1,23 @@
-"""Figures of a history, with matplotlib (extra ``report``)."""
+"""Figures of a history, with matplotlib (extra ``report``).
+
+All take a history and a title, and raise a :class:`ResInitError` where matplotlib is missing or the history is empty.
+
+Example:
+    >>> import torch
+    >>> history = History(["a", "b"])
+    >>> history.append(0, torch.zeros(4, 2), torch.ones(2), torch.tensor([0.0, 0.5]))
+    >>> len(activation_figure(history).axes), len(gate_figure(history).axes[0].lines)
+    (2, 2)
+    >>> order_figure(history).axes[0].get_title()
+    'Order of switching on (1 of 2)'
+    >>> [line.get_label() for line in stream_figure(history).axes[0].lines]
+    ['step 0']
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from lit_resinit.errors import ResInitError
 from lit_resinit.watch import History
@@ -26,6 +41,16 @@ def need_matplotlib() -> None:
         ) from error
 
 
+def takes_figures(logger: Any) -> Callable[[str, Any, int], None] | None:
+    """How a logger takes a figure: as W&B's (`log_image`), as TensorBoard's (`add_figure`), or not at all."""
+    if callable(log_image := getattr(logger, "log_image", None)):
+        return lambda name, figure, step: log_image(name, [figure], step=step)
+    add_figure = getattr(getattr(logger, "experiment", None), "add_figure", None)
+    if callable(add_figure):
+        return lambda name, figure, step: add_figure(name, figure, step, close=False)
+    return None
+
+
 def _empty(history: History) -> tuple[Figure, Axes]:
     """A figure with one pair of axes, for a history with something in it."""
     need_matplotlib()
@@ -42,22 +67,7 @@ def _empty(history: History) -> tuple[Figure, Axes]:
 def activation_figure(history: History, title: str = "Residual blocks switching on") -> Figure:
     """Heat map of the variance ratio: optimizer steps across, depth upwards, colour on a log scale.
 
-    Args:
-        history: A history with at least one record.
-        title: Title of the figure.
-
-    Returns:
-        A matplotlib figure; the dots mark the step at which each branch switched on.
-
-    Raises:
-        ResInitError: If matplotlib is missing, or the history is empty.
-
-    Example:
-        >>> import torch
-        >>> history = History(["a", "b"])
-        >>> history.append(0, torch.zeros(4, 2), torch.ones(2), torch.tensor([0.1, 0.5]))
-        >>> len(activation_figure(history).axes)
-        2
+    The dots mark the step at which each branch switched on.
     """
     figure, axes = _empty(history)
     from matplotlib.colors import LogNorm
@@ -87,23 +97,7 @@ def activation_figure(history: History, title: str = "Residual blocks switching 
 def gate_figure(history: History, title: str = "How far the gates opened", most: int = 60) -> Figure:
     """Largest ``|g|`` of each branch against optimizer steps; the colour is the depth.
 
-    Args:
-        history: A history with at least one record.
-        title: Title of the figure.
-        most: Largest number of curves; of more branches, evenly spaced ones are drawn and the title says so.
-
-    Returns:
-        A matplotlib figure.
-
-    Raises:
-        ResInitError: If matplotlib is missing, or the history is empty.
-
-    Example:
-        >>> import torch
-        >>> history = History(["a", "b"])
-        >>> history.append(0, torch.zeros(4, 2), torch.ones(2), torch.tensor([0.1, 0.5]))
-        >>> len(gate_figure(history).axes[0].lines)
-        2
+    Of more than ``most`` branches, evenly spaced ones are drawn, and the title says so.
     """
     figure, axes = _empty(history)
     from matplotlib import colormaps
@@ -128,22 +122,7 @@ def gate_figure(history: History, title: str = "How far the gates opened", most:
 def order_figure(history: History, title: str = "Order of switching on") -> Figure:
     """Depth of each branch against the step at which it switched on; the colour is its place in the order.
 
-    Args:
-        history: A history with at least one record.
-        title: Title of the figure; how many never switched on is added.
-
-    Returns:
-        A matplotlib figure; branches that never switched on are crosses at the right edge.
-
-    Raises:
-        ResInitError: If matplotlib is missing, or the history is empty.
-
-    Example:
-        >>> import torch
-        >>> history = History(["a", "b"])
-        >>> history.append(0, torch.zeros(4, 2), torch.ones(2), torch.tensor([0.0, 0.5]))
-        >>> order_figure(history).axes[0].get_title()
-        'Order of switching on (1 of 2)'
+    Branches that never switched on are crosses at the right edge; the title says how many did.
     """
     figure, axes = _empty(history)
     depth = {name: i for i, name in enumerate(history.branches)}
@@ -167,25 +146,7 @@ def order_figure(history: History, title: str = "Order of switching on") -> Figu
 
 
 def stream_figure(history: History, title: str = "Variance of the residual stream by depth") -> Figure:
-    """Variance of the stream as it enters each addition, at the first and at the last record.
-
-    Args:
-        history: A history with at least one record.
-        title: Title of the figure.
-
-    Returns:
-        A matplotlib figure.
-
-    Raises:
-        ResInitError: If matplotlib is missing, or the history is empty.
-
-    Example:
-        >>> import torch
-        >>> history = History(["a", "b"])
-        >>> history.append(0, torch.zeros(4, 2), torch.ones(2), torch.tensor([0.0, 0.5]))
-        >>> [line.get_label() for line in stream_figure(history).axes[0].lines]
-        ['step 0']
-    """
+    """Variance of the stream as it enters each addition, at the first and at the last record."""
     figure, axes = _empty(history)
     steps, variance = history.steps.tolist(), history.var_stream
     lines = {steps[0]: (variance[0], ":", "0.45"), steps[-1]: (variance[-1], "-", "C0")}

@@ -50,9 +50,9 @@ def history_table(
                 table.add_row(f"... {len(plan) - 2 * (rows // 2)} more", "", "", "", "", "")
             continue
         values = (_number(gate_max[position]), _last(history, "variance_ratio", position))
-        step = on.get(branch.name)
+        since = on.get(branch.name)
         kind = "+".join(g.kind for g in branch.gates) or "-"
-        table.add_row(branch.name, kind, *values, "-" if step is None else str(step), order.get(branch.name, "-"))
+        table.add_row(branch.name, kind, *values, "-" if since is None else str(since), order.get(branch.name, "-"))
     return table
 
 

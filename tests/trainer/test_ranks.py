@@ -1,8 +1,5 @@
 """Several processes: the same start, the same verdict, the same numbers, and never one that waits for another."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +9,7 @@ from networks import WIDTH, data, trainer
 
 from lit_resinit import ResidualInit
 
-HERE = Path(__file__).parent
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which every run of two processes wrote what its ranks found."""
-    root = tmp_path_factory.mktemp("ranks")
-    paths = (HERE.parent.parent, HERE.parent, HERE)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    script = [sys.executable, str(HERE / "two_ranks.py"), str(root)]
-    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return root
+SCRIPT = "two_ranks.py"
 
 
 def ranks(root: Path) -> list[dict[str, Any]]:

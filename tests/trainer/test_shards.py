@@ -1,8 +1,5 @@
 """Sharded parameters: a rank that holds nothing of a gate sees it all the same; what hides it is refused."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +10,7 @@ from networks import WIDTH, Classifier, Plain, data, stack, trainer
 
 from lit_resinit import ResidualInit, ResInitError
 
-HERE = Path(__file__).parent
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which every run of two processes wrote what its ranks found."""
-    root = tmp_path_factory.mktemp("shards")
-    paths = (HERE.parent.parent, HERE.parent, HERE)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    script = [sys.executable, str(HERE / "two_shards.py"), str(root)]
-    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return root
+SCRIPT = "two_shards.py"
 
 
 @pytest.mark.skipif(

@@ -1,0 +1,55 @@
+"""Set-ups of a Trainer and a module in which gates cannot be closed, or only later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from lit_resinit.errors import ResInitError
+from lit_resinit.plan import ResidualPlan
+from lit_resinit.trace import is_sharded
+from lit_resinit.words import together
+
+
+def may_come_later(module: nn.Module) -> bool:
+    """Whether the module builds something after ``Callback.setup``: it overrides ``setup`` or ``configure_model``."""
+    base: Any = next(c for c in type(module).__mro__ if c.__name__ == "LightningModule")
+    return any(getattr(type(module), n) is not getattr(base, n) for n in ("setup", "configure_model"))
+
+
+def refuse_strategy(strategy: Any) -> None:
+    """Strategies after whose wrapping neither a gate nor its gradient can be read."""
+    names = {c.__name__ for c in type(strategy).__mro__} & {"FSDPStrategy", "DeepSpeedStrategy"}
+    if names:
+        raise ResInitError(
+            f"setting up under {min(names)}: expected parameters that keep their values and gradients, found a "
+            "strategy that packs them into flat buffers, where a gate can neither be closed later nor judged. Use "
+            "ModelParallelStrategy (FSDP2). Or close the gates yourself, with `apply_(self, make_plan(self, ...))` at "
+            "the end of `__init__`, check them once on one device with `Trainer(devices=1, fast_dev_run=True, "
+            "callbacks=[ResidualInit()])`, and train without the callback. Nothing was changed."
+        )
+
+
+def refuse_sharded(module: nn.Module) -> None:
+    """The forward of a sharded network cannot be traced: its parameters are put together while it runs."""
+    sharded = [n for n, p in module.named_parameters() if is_sharded(p)]
+    if sharded:
+        raise ResInitError(
+            f"closing the gates: expected a network that is not sharded yet, found {len(sharded)} sharded parameters "
+            f"({together(sharded)}). In `configure_model`, after building and before `fully_shard`, call "
+            "`apply_(self.net, make_plan(self.net, ...))`; this callback recognises it. Nothing was changed."
+        )
+
+
+def refuse_copies(trainer: Any, plan: ResidualPlan) -> None:
+    """A callback that copied the module in its own ``setup`` would miss the parameters inserted now."""
+    if not any(b.action == "insert" for b in plan.branches):
+        return
+    copied = [c for c in trainer.callbacks if getattr(c, "_average_model", None) is not None]
+    if copied:
+        raise ResInitError(
+            f"inserting gates: expected no copy of the module yet, found one in {type(copied[0]).__name__}, whose "
+            "`setup` ran first (WeightAveraging and its kind copy the module there). List ResidualInit before it in "
+            "`Trainer(callbacks=[...])`. Nothing was changed."
+        )
