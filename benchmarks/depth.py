@@ -69,11 +69,13 @@ def rows_of(found: dict[int, dict[str, float]]) -> list[Row]:
     for name in next(iter(found.values())):
         memory = name.endswith("MiB")
         per_block = {d: found[d][name] / d * (1024 if memory else 1000) for d in depths}
+        before = per_block[depths[-2]]
         rows.append(
             {
                 "part": name.removesuffix(" MiB") + (", KiB per block" if memory else ", ms per block"),
                 **{f"{d}": per_block[d] for d in depths},
-                "deepest / one before": f"{per_block[depths[-1]] / per_block[depths[-2]]:.2f}",
+                # A peak that earlier work of the same process has set already does not grow.
+                "deepest / one before": f"{per_block[depths[-1]] / before:.2f}" if before else "-",
                 "in all, deepest": f"{found[depths[-1]][name]:.3g} {'MiB' if memory else 's'}",
             }
         )

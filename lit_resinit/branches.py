@@ -306,12 +306,12 @@ class _Finder:
         """Whether a sum of another stream may carry a value on: two streams that update each other in turn (RevNet).
 
         Not the stream that the summand itself belongs to: a sum of two streams adds no function of either. Nor a stream
-        that adds the value as it is: there it is the branch.
+        that adds the value as it is, where this is no stream of its own: there it is the branch.
         """
         other = self.found[total]
         if self.nodes[start].shape != self.nodes[total].shape or other.root in own:
             return False
-        return all(link.node != start for link in self._stream_chain(other.branch))
+        return bool(self._streams_of(start)) or all(link.node != start for link in self._stream_chain(other.branch))
 
     def _streams_of(self, summand: int) -> set[int]:
         """Roots of the streams that a summand shows, be it through a norm or a layer."""

@@ -479,7 +479,9 @@ class ResidualInit(Callback):
                 Console().print(str(agreement), highlight=False)
             moved = self.history.movement(now[0], now[1])
             judged, steps = self.gradient_report, trainer.global_step
-            warn_about_still_gates(trainer.optimizers, pl_module, self.plan, moved, judged, steps)
+            warn_about_still_gates(
+                trainer.optimizers, pl_module, self.plan, moved, judged, steps, records=len(self.history)
+            )
             if self.report is not None and self._page is None:
                 replace_file(self.report, activation_figure(self.history).savefig)
         self._follow(trainer, "finished", last=True)

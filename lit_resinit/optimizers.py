@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lit_resinit.errors import GateOptimizerError, warn
@@ -18,6 +19,7 @@ from lit_resinit.words import together
 STEPS_TO_MOVE = 2  # steps after which a gate with a gradient should have left its closing value
 STILL = 0.01  # part of the median movement below which a gate has not moved
 _SETTLED = 5  # steps after which movements can be compared
+_RECORDS = 3  # and records: a gate that swings about zero is near it now and then
 
 
 def holds_gates(optimizer: Any, optimizers: Sequence[Any], model: nn.Module, plan: ResidualPlan) -> bool:
@@ -115,18 +117,20 @@ def warn_about_still_gates(
     movement: Tensor,
     report: GradientReport | None,
     steps: int,
+    records: int,
 ) -> None:
     """Awake, and yet hardly moved: the optimizer is to blame, or a dtype too coarse for its steps."""
     moves = movement[~movement.isnan()]
     if steps < _SETTLED or not moves.numel() or not moves.median():
         return
     median = float(moves.median())
+    least = STILL * median if records >= _RECORDS else torch.finfo(movement.dtype).tiny
     verdicts = report.gates if report is not None else {}
     still = [
         gate.parameter
         for branch, distance in zip(plan.branches, movement.tolist(), strict=True)
         for gate in branch.gates
-        if branch.action != "excluded" and distance < STILL * median
+        if branch.action != "excluded" and distance < least
         if gate.parameter not in verdicts or verdicts[gate.parameter].status == "alive"
     ]
     if still:

@@ -512,6 +512,8 @@ class _Planner:
         if not module or module not in self.modules:
             return False
         readers = self.finder.readers[node]
+        if any(self.graph.is_inside(r, module) for r in readers):
+            return False  # read before the module returns
         return all(r in self.sums or r in tail.passed or r in self.scalable for r in readers) and all(
             leaf < len(nodes) and nodes[leaf] in self.scalable for nodes in self.called[module]
         )

@@ -559,6 +559,18 @@ def test_gates_that_move_as_the_others_do_are_no_reason_to_warn(tmp_path: Path) 
     assert not [w for w in caught if "moved less" in str(w.message)]
 
 
+@pytest.mark.filterwarnings("ignore:weight_decay pulls")
+def test_two_records_are_too_few_to_call_a_small_gate_still(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = SlowGate(stack(Scaled, 3))
+    with warnings.catch_warnings(record=True) as caught:
+        ours = ResidualInit(log_every_n_steps=50)
+        trainer(tmp_path, ours, max_steps=6, max_epochs=-1).fit(module, data(WIDTH))
+    assert len(ours.history) == 1
+    assert module.net[0].scale.abs() > 0
+    assert not [w for w in caught if "moved less" in str(w.message)]
+
+
 def test_report_and_usefulness_are_written_when_asked_for(tmp_path: Path) -> None:
     ours = ResidualInit(usefulness=True, report=str(tmp_path / "curves.png"))
     module = Classifier(stack(Scaled))

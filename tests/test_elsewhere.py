@@ -139,6 +139,36 @@ def test_a_weight_penalty_in_the_loss_is_no_other_use() -> None:
     assert [g.parameter for g in plan.gates] == ["0.scale", "1.scale"]
 
 
+class Telling(nn.Module):
+    """Returns what its branch added, besides the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = mlp()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        added = self.f(x)
+        return x + added, added
+
+
+def test_a_scalar_goes_where_the_addition_reads_it() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.head = Telling(), Telling(), nn.Linear(WIDTH, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x, _ = self.first(x)
+            x, _ = self.second(x)
+            return self.head(x)
+
+    model = Net()
+    plan = make_plan(model, X, scheme="insert")
+    assert [g.module for g in plan.gates] == ["first.f", "second.f"]
+    apply_(model, plan)
+    assert check_identity(model, plan, X).ok
+
+
 class RungeKutta(nn.Module):
     """Four evaluations of one function in a step: stages inside a branch that share its last layer."""
 
