@@ -38,6 +38,23 @@ class Reason:
     parameters: frozenset[str] = frozenset()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hooked:
+    """What the hooks on one parameter did in the backward.
+
+    Args:
+        sent: Largest absolute gradient before them.
+        kept: Largest absolute gradient after them, before it is added to ``grad``.
+        used: Whether it was consumed in the backward (an optimizer that steps there), so that ``grad`` says nothing.
+        source: ``file.py:line`` of the hooks.
+    """
+
+    sent: float
+    kept: float
+    used: bool
+    source: str
+
+
 class GradientProbe(IdentityProbe):
     """An identity probe that also hooks the autograd graph, to see the error on both sides of every operation."""
 
@@ -50,6 +67,12 @@ class GradientProbe(IdentityProbe):
         self._arriving: dict[int, int] = {}
         self._edges: list[tuple[int, int | str, int]] = []
         self._parameter_names = {id(p): clean_name(n) for n, p in model.named_parameters()}
+        self._hooked: dict[str, tuple[Tensor, int, str]] = {}
+        self._sizes: dict[
+            str, Tensor | None
+        ] = {}  # of hooked parameters, before an optimizer in the backward moves them
+        self._sums: dict[str, Tensor] = {}
+        self._kept: list[tuple[str, int, int]] = []
 
     def _begin(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         for tensor in self._fresh:
@@ -103,8 +126,28 @@ class GradientProbe(IdentityProbe):
             known = self._functions.get(id(target))
             name = self._parameter_names.get(id(variable)) if variable is not None else None
             key: int | str | None = name if name is not None else known[1] if known is not None else None
+            own = self._model_parameters.get(name) if name is not None else None
+            if name is not None and own is not None and id(own) == id(variable):
+                self._watch_hooks(name, own, target, grad)
             if key is not None:
                 self._edges.append((call, key, self._push(peak)))
+
+    def _watch_hooks(self, name: str, parameter: Tensor, accumulation: Any, grad: Tensor) -> None:
+        """Measure a gradient before and after the hooks on its parameter, which no operation knows of."""
+        before, after = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
+        hooks = [*(before or {}).values(), *(after or {}).values()]
+        if hooks and name not in self._hooked:
+            self._hooked[name] = parameter, parameter._version, ", ".join(dict.fromkeys(map(line_of, hooks)))
+            self._sizes[name] = peak_of(parameter)
+            self._handles.append(accumulation.register_prehook(functools.partial(self._note_kept, name)))
+        if before:
+            self._sums[name] = self._sums[name] + grad if name in self._sums else grad.clone()
+
+    def _note_kept(self, name: str, grads: tuple[Tensor | None, ...]) -> None:
+        with measuring():
+            kept = [p for g in grads if g is not None and (p := peak_of(g)) is not None]
+            sent = peak_of(self._sums.pop(name)) if name in self._sums else None
+            self._kept += [(name, self._push(sent if sent is not None else k), self._push(k)) for k in kept]
 
     def _push(self, peak: Tensor) -> int:
         self._errors.append(peak)
@@ -127,22 +170,37 @@ class GradientProbe(IdentityProbe):
         for consumer, target, i in self._edges:
             edges.setdefault(target, []).append((consumer, errors[i]))
         leaves = [n for n in self.graph.nodes if n.op == "parameter"]
-        sizes = [peak_of(self._model_parameters[n.name]) for n in leaves]
+        sizes = [self._sizes.get(n.name, peak_of(self._model_parameters[n.name])) for n in leaves]
         known = to_host([torch.full((), math.nan) if s is None else s for s in sizes])
         values = {n.index: v for n, v in zip(leaves, known, strict=True)} | self.peaks()
         frozen = {n for n, p in self._model_parameters.items() if not p.requires_grad}
-        return Flow(self.graph, values, arriving, edges, dict(self.addition_calls), frozen)
+        hooked: dict[str, Hooked] = {}
+        for name, sent, kept in self._kept:
+            parameter, version, source = self._hooked[name]
+            used = parameter.grad is None or parameter._version != version
+            earlier = hooked.get(name, Hooked(0.0, 0.0, used, source))  # of a backward before this one
+            hooked[name] = Hooked(earlier.sent + errors[sent], earlier.kept + errors[kept], used, source)
+        return Flow(self.graph, values, arriving, edges, dict(self.addition_calls), frozen, hooked)
 
     def release(self) -> None:
         """Remove every hook and let go of every tensor and graph."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._fresh = [], []
+        self._hooked, self._sizes, self._sums = {}, {}, {}
         while self._functions:
             self._functions.popitem()  # the last first: else the first to go takes all the others along, recursively
         self._memory.clear()
         self._objects.clear()
         self._entering.clear()
+
+
+def line_of(function: Any) -> str:
+    """``file.py:line`` where a function is defined; its name where it is not written in Python."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    return repr(function) if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
 class Flow:
@@ -155,6 +213,7 @@ class Flow:
         edges: For an operation or a parameter: which operations sent it an error, and how large.
         additions: Operation of every residual addition by branch name.
         frozen: Parameters without a gradient.
+        hooked: Parameters with hooks of the user's, and what these did.
     """
 
     def __init__(
@@ -165,9 +224,10 @@ class Flow:
         edges: dict[int | str, list[tuple[int, float]]],
         additions: dict[str, int],
         frozen: set[str],
+        hooked: dict[str, Hooked],
     ) -> None:
         self.graph, self.values, self.arriving, self.edges = graph, values, arriving, edges
-        self.additions, self.frozen = additions, frozen
+        self.additions, self.frozen, self.hooked = additions, frozen, hooked
         self.leaves = {n.name: n.index for n in graph.nodes if n.op == "parameter"}
         self._readers = self._find_readers()
         self._spelled: dict[int, list[int]] = {}

@@ -19,7 +19,7 @@ from lit_resinit.gates import INSERTED_NAME, holds
 from lit_resinit.identity import IdentityReport, peak_of, to_host
 from lit_resinit.naming import is_below
 from lit_resinit.plan import Branch, ResidualPlan
-from lit_resinit.trace import clean_name, is_sharded, whole
+from lit_resinit.trace import clean_name, is_sharded, local, whole
 from lit_resinit.words import in_columns, together, without_numbers
 
 Status = Literal["alive", "asleep", "dead", "missing", "nonfinite", "exploding"]
@@ -170,6 +170,8 @@ class _Judge:
         }
         self.judged = judged_parameters(plan)
         self.sizes = gradient_sizes(self.parameters)
+        if flow is not None:
+            self.sizes |= {n: h.kept for n, h in flow.hooked.items() if h.used}
         self.moving = self._moving() if flow is not None else set()
 
     def report(self) -> GradientReport:
@@ -195,6 +197,14 @@ class _Judge:
             return verdict("missing", "the model has no such parameter; apply the plan first")
         if size is None:
             return self._without_gradient(judged, parameter, verdict)
+        hooked = self.flow.hooked.get(judged.name) if self.flow is not None else None
+        if hooked is not None and size == 0.0 and hooked.sent != 0.0:
+            return verdict(
+                "dead", f"a hook on it turns its gradient ({hooked.sent:.3g}) into zero", source=hooked.source
+            )
+        if hooked is not None and math.isfinite(hooked.sent) and not math.isfinite(size):
+            why = f"a hook on it turns its finite gradient ({hooked.sent:.3g}) into NaN or inf"
+            return verdict("nonfinite", why, source=hooked.source)
         if not math.isfinite(size):
             return self._nonfinite(judged, verdict)
         edges = self.flow.edges.get(judged.name, []) if self.flow is not None else []
@@ -209,6 +219,8 @@ class _Judge:
             return verdict("asleep", "its whole block is frozen, and waits to be unfrozen or copied into")  # type: ignore[no-any-return]
         if not parameter.requires_grad:
             return verdict("missing", "it is frozen (requires_grad is False), so its branch stays closed for good")  # type: ignore[no-any-return]
+        if self.flow is None and steps_in_backward(parameter):
+            return verdict("asleep", "a hook on it may have used its gradient up; use `observe` to see it")  # type: ignore[no-any-return]
         reader = self.flow.reader(judged.name) if self.flow is not None else 0
         if reader is None:
             return verdict("asleep", "this batch did not run its branch")  # type: ignore[no-any-return]
@@ -406,6 +418,11 @@ def is_frozen(branch: Branch, parameters: dict[str, nn.Parameter]) -> bool:
     return not any(p.requires_grad for p in own)
 
 
+def steps_in_backward(parameter: Tensor) -> bool:
+    """Whether hooks run once the gradient is there, as those of an optimizer that steps in the backward."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
 def gradient_sizes(parameters: dict[str, nn.Parameter]) -> dict[str, float]:
     """Largest absolute gradient of every parameter that has one, in one transfer; of sharded ones over all ranks."""
     grads: dict[str, Tensor] = {}
@@ -561,6 +578,7 @@ class Waking:
         self.woke: dict[str, int] = {}
         self.slept = {n: 0 for n, g in report.gates.items() if g.status == "asleep"}
         self.unseen: dict[str, int] = {}
+        self._values: dict[str, Tensor] = {}
 
     @property
     def waiting(self) -> bool:
@@ -585,6 +603,11 @@ class Waking:
         for name in names:
             if name in parameters and not parameters[name].requires_grad:
                 continue
+            if not sizes.get(name) and name in parameters and self._moved(name, parameters[name]):
+                self.woke[name] = self.steps
+                gates[name] = dataclasses.replace(gates[name], status="alive", cause="", waits_for=None)
+                del self.slept[name]
+                continue
             if sizes.get(name) is None and self._may_run_later(name):
                 continue
             self.slept[name] += 1
@@ -594,6 +617,14 @@ class Waking:
                 del self.slept[name]
         self.report = GradientReport(gates)
         return self.report
+
+    def _moved(self, name: str, parameter: Tensor) -> bool:
+        """Whether a gate moved since the last look, where the backward uses its gradient up: then it had one."""
+        if not steps_in_backward(parameter):
+            return False
+        before, now = self._values.get(name), local(parameter).detach().clone()
+        self._values[name] = now
+        return before is not None and not torch.equal(before, now)
 
     def _may_run_later(self, name: str) -> bool:
         """A step that did not run the branch (an expert without tokens, a dropped layer) says nothing of its gate."""

@@ -357,6 +357,106 @@ def test_loss_that_is_not_differentiable_is_the_origin() -> None:
     assert "not differentiable" in report.alarms[0].cause
 
 
+# -------------------------------------------------------------------- hooks on parameters
+
+
+def zero_gradient(grad: Tensor) -> Tensor:  # zeroing hook
+    return grad * 0
+
+
+def nan_gradient(grad: Tensor) -> Tensor:  # poisoning hook
+    return grad * float("nan")
+
+
+@pytest.mark.parametrize(
+    ("hook", "status", "line"), [(zero_gradient, "dead", "zeroing hook"), (nan_gradient, "nonfinite", "poisoning hook")]
+)
+def test_hook_on_a_gate_is_blamed_for_what_it_does(hook: Callable[[Tensor], Tensor], status: str, line: str) -> None:
+    model = zeros()
+    model[0].scale.register_hook(lambda grad: None)
+    model[1].scale.register_hook(hook)
+    gates = judged(model).gates
+    verdict = gates["1.scale"]
+    assert (gates["0.scale"].status, verdict.status) == ("alive", status)
+    assert "a hook on it" in verdict.cause
+    assert verdict.source.endswith(line_of(line))
+
+
+def test_hook_without_effect_is_not_blamed() -> None:
+    """A hook that only looks, on a gate whose two uses cancel, or that is dead for a reason of its own."""
+
+    class Cancels(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            u = self.f(x)
+            return x + (self.scale * u - self.scale * u)
+
+    class Shut(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.relu(self.scale * self.f(x))  # shut
+
+    for build in (Cancels, Shut):
+        model = zeros(build, 1)
+        model[0].scale.register_hook(lambda grad: None)
+        verdict = judged(model).gates["0.scale"]
+        assert verdict.status == "dead"
+        assert "hook" not in verdict.cause
+
+
+def step_in_backward(model: nn.Module, *, to_none: bool = True) -> None:
+    """An optimizer that steps as soon as a gradient is there."""
+
+    def step(parameter: Tensor) -> None:
+        with torch.no_grad():
+            parameter -= 0.1 * parameter.grad
+        if to_none:
+            parameter.grad = None
+        else:
+            parameter.grad.zero_()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_an_optimizer_used_up_in_the_backward_are_judged(to_none: bool) -> None:
+    model = zeros()
+    step_in_backward(model, to_none=to_none)
+    assert {g.status for g in judged(model).gates.values()} == {"alive"}
+    model = zeros()
+    nn.init.zeros_(model[2].weight)
+    step_in_backward(model, to_none=to_none)
+    report = judged(model)
+    assert report.gates["0.scale"].waits_for == "2.weight"
+    waking = Waking(report, patience=3)
+    for _ in range(3):
+        square(model(X)).backward()
+        waking.step(model)
+    assert waking.report.gates["0.scale"].status == "alive"
+
+
+def test_dead_gate_is_dead_where_the_optimizer_steps_in_the_backward() -> None:
+    class Shut(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.relu(self.scale * self.f(x))
+
+    model = zeros(Shut)
+    step_in_backward(model)
+    assert judged(model).gates["0.scale"].status == "dead"
+
+
+def test_gradients_alone_cannot_tell_what_was_used_up() -> None:
+    model = zeros()
+    step_in_backward(model)
+    assert gates_after_backward(model)[1].ok
+
+
+def test_hook_that_zeroes_the_accumulated_gradient_is_blamed() -> None:
+    model = zeros()
+    model[0].scale.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", torch.zeros(1)))
+    verdict = judged(model).gates["0.scale"]
+    assert (verdict.status, "a hook on it" in verdict.cause) == ("dead", True)
+
+
 # -------------------------------------------------------------------- without observing, and later
 
 
