@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -10,11 +11,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from lit_resinit import ops
 from lit_resinit.identity import IdentityProbe, peak_of, to_host
 from lit_resinit.plan import ResidualPlan
-from lit_resinit.trace import Call, Graph, clean_name, measuring
+from lit_resinit.trace import Call, Graph, Node, clean_name, measuring
 
 EPS = float(torch.finfo(torch.float32).eps)
 _NOISE = 32 * EPS
@@ -61,6 +65,8 @@ class GradientProbe(IdentityProbe):
     def __init__(self, model: nn.Module, plan: ResidualPlan, inputs: Any = ()) -> None:
         super().__init__(model, plan, inputs)
         self._functions: dict[int, tuple[Any, int]] = {}
+        self._windows: dict[int, _Window] = {}
+        self._known = _Known(self.graph)
         self._handles: list[Any] = []
         self._fresh: list[Tensor] = []
         self._errors: list[Tensor] = []
@@ -75,9 +81,7 @@ class GradientProbe(IdentityProbe):
         self._kept: list[tuple[str, int, int]] = []
 
     def _begin(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        for tensor in self._fresh:
-            self.link(tensor)
-        self._fresh = []
+        self.link_fresh()
         for value in (*args, *kwargs.values()):
             for tensor in value if isinstance(value, list | tuple) else (value,):
                 if isinstance(tensor, Tensor):
@@ -86,7 +90,18 @@ class GradientProbe(IdentityProbe):
 
     def _finish(self, call: Call, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         super()._finish(call, func, args, kwargs, out)
-        self._fresh = [t for t in (out if isinstance(out, list | tuple) else (out,)) if isinstance(t, Tensor)]
+        self._fresh = _tensors(out)
+
+    def run_again(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operation of a forward that the backward runs again: its autograd function is that of the first run."""
+        call = self._begin(func, args, kwargs)
+        out = func(*args, **kwargs)
+        with measuring():
+            first, results = self._known.find(call), [t for t in tree_iter(out) if isinstance(t, Tensor)]
+            if first is not None and len(first.outputs) == len(results):
+                self._place(func, args, kwargs, results, first.outputs)
+        self._fresh = _tensors(out)
+        return out
 
     def _leaf(
         self, tensor: Tensor, op: str, name: str, *, data: bool = False, learned: bool = False, anew: bool = False
@@ -108,9 +123,25 @@ class GradientProbe(IdentityProbe):
         if call < 0:
             return
         self._functions[id(function)] = function, call
+        if isinstance(function, torch.autograd.function.BackwardCFunction):
+            self._handles.append(function.register_prehook(functools.partial(self._on_python, id(function))))
         self._handles.append(function.register_hook(functools.partial(self._on_backward, function, call)))
 
+    def link_fresh(self) -> None:
+        """Link what the last operation returned, which has its autograd function only now."""
+        for tensor in self._fresh:
+            self.link(tensor)
+
+    def _on_python(self, function: int, grad_outputs: Any) -> None:
+        """The backward of a function written in Python begins, which may run a forward (activation checkpointing)."""
+        self._windows[function] = _Window(self)
+
     def _on_backward(self, function: Any, call: int, grad_inputs: Any, grad_outputs: Any) -> None:
+        window = self._windows.pop(id(function), None)
+        if window is not None:
+            window.close()
+            if window.reached:  # the operations inside have sent these errors already
+                grad_inputs = ()
         with measuring():
             self._note_errors(function, call, grad_inputs, grad_outputs)
 
@@ -126,11 +157,22 @@ class GradientProbe(IdentityProbe):
             known = self._functions.get(id(target))
             name = self._parameter_names.get(id(variable)) if variable is not None else None
             key: int | str | None = name if name is not None else known[1] if known is not None else None
+            if key is None and self._windows and variable is not None:
+                key = self._behind(variable)
             own = self._model_parameters.get(name) if name is not None else None
             if name is not None and own is not None and id(own) == id(variable):
                 self._watch_hooks(name, own, target, grad)
             if key is not None:
                 self._edges.append((call, key, self._push(peak)))
+
+    def _behind(self, leaf: Tensor) -> int | None:
+        """The operation whose output, detached, entered a forward that is run again."""
+        node = self._find(leaf)
+        call = self.graph.nodes[node].call if node is not None else -1
+        if call < 0:
+            return None
+        next(reversed(self._windows.values())).reached = True
+        return call
 
     def _watch_hooks(self, name: str, parameter: Tensor, accumulation: Any, grad: Tensor) -> None:
         """Measure a gradient before and after the hooks on its parameter, which no operation knows of."""
@@ -182,6 +224,11 @@ class GradientProbe(IdentityProbe):
             hooked[name] = Hooked(earlier.sent + errors[sent], earlier.kept + errors[kept], used, source)
         return Flow(self.graph, values, arriving, edges, dict(self.addition_calls), frozen, hooked)
 
+    def close_windows(self) -> None:
+        """Forget those of a backward that raised; autograd has put the stacks of modes back."""
+        while self._windows:
+            self._windows.popitem()[1].stance.close()
+
     def release(self) -> None:
         """Remove every hook and let go of every tensor and graph."""
         for handle in self._handles:
@@ -193,6 +240,82 @@ class GradientProbe(IdentityProbe):
         self._memory.clear()
         self._objects.clear()
         self._entering.clear()
+
+
+class _Window(TorchDispatchMode):
+    """Sees what the backward of one function written in Python runs.
+
+    Not entered with ``with``, whose bookkeeping would be left where the backward raises: autograd puts both stacks of
+    modes back by itself.
+    """
+
+    def __init__(self, probe: GradientProbe) -> None:
+        super().__init__()
+        self._probe, self._task = probe, torch._C._current_graph_task_id()
+        self.reached = False
+        self.stance = contextlib.ExitStack()
+        self.stance.enter_context(torch.compiler.set_stance("force_eager"))
+        torch._C._push_on_torch_dispatch_stack(self)
+        torch._C._push_on_torch_function_stack(_Linking(probe))
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "prim" or torch._C._current_graph_task_id() != self._task:
+            return func(*args, **(kwargs or {}))
+        return self._probe.run_again(func, args, kwargs or {})
+
+    def close(self) -> None:
+        torch._C._pop_torch_function_stack()
+        torch._C._pop_torch_dispatch_stack(None)
+        self.stance.close()
+
+
+class _Linking(TorchFunctionMode):
+    """Links the last operation too, behind which only the backward comes."""
+
+    def __init__(self, probe: GradientProbe) -> None:
+        super().__init__()
+        self._probe = probe
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._probe.link_fresh()
+        return out
+
+
+class _Known:
+    """Finds the first run of an operation that is run again: it did the same with the same values."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._calls: dict[tuple[Any, ...], Call] = {}
+        self._same: dict[int, int] = {}
+        self._seen = 0
+
+    def find(self, call: Call) -> Call | None:
+        for known in self._graph.calls[self._seen :]:
+            first, _ = [self._calls.setdefault(key, known) for key in self._keys(known)]
+            self._same |= zip(known.outputs, first.outputs, strict=False)
+        self._seen = len(self._graph.calls)
+        return next((self._calls[key] for key in self._keys(call) if key in self._calls), None)
+
+    def _keys(self, call: Call) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """With all arguments, and without numbers: some kernels are told whether a backward will come."""
+        inputs = tuple(self._identity(self._graph.nodes[i]) for i in call.inputs)
+        return (call.func, inputs, repr((call.args, call.kwargs))), (call.func, inputs)
+
+    def _identity(self, node: Node) -> int | str:
+        """Parameters may be gathered anew, and constants made anew, for every run."""
+        if node.op == "parameter":
+            return node.name
+        return -1 if node.op == "constant" else self._same.get(node.index, node.index)
+
+
+def _tensors(out: Any) -> list[Tensor]:
+    return [t for t in (out if isinstance(out, list | tuple) else (out,)) if isinstance(t, Tensor)]
 
 
 def line_of(function: Any) -> str:

@@ -487,6 +487,8 @@ class Observation:
 
     def stop(self) -> None:
         """Stop recording operations; the hooks on the autograd graph stay until :meth:`finish`."""
+        if self._probe is not None:
+            self._probe.close_windows()
         self._exit.close()
 
     def finish(self) -> None:
@@ -504,7 +506,7 @@ class Observation:
 
     def close(self) -> None:
         """Leave no hook, mode or tensor behind."""
-        self._exit.close()
+        self.stop()
         if self._probe is not None:
             self._probe.release()
             self._probe = None

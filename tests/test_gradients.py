@@ -7,6 +7,7 @@ import pytest
 import torch
 from networks import WIDTH, Plain, Scaled, encoder, mlp, stack
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lit_resinit import GradientError, GradientReport, apply_, check_gradients, make_plan, observe
 from lit_resinit.gradients import EXPLODING, Waking
@@ -355,6 +356,96 @@ def test_loss_that_is_not_differentiable_is_the_origin() -> None:
     assert {g.status for g in report.gates.values()} == {"nonfinite"}
     assert not report.alarms[0].cause.startswith("inherits")
     assert "not differentiable" in report.alarms[0].cause
+
+
+# -------------------------------------------------------------------- activation checkpointing
+
+
+class Shut(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.relu(self.scale * self.f(x))
+
+
+class Rooted(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.scale * self.f(x)).square().sum(-1, keepdim=True).sqrt().expand_as(x)
+
+
+class Dropped(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * nn.functional.dropout(self.f(x), 0.5) * torch.ones(len(x), 1)
+
+
+class Checkpointed(nn.Module):
+    """Runs blocks one after the other, each under activation checkpointing in one of its kinds, or plainly."""
+
+    def __init__(self, blocks: list[nn.Module], reentrant: bool | None) -> None:
+        super().__init__()
+        self.blocks, self.reentrant = nn.ModuleList(blocks), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+def recomputed(build: Callable[[], list[nn.Module]], reentrant: bool | None, nested: bool) -> nn.Module:
+    torch.manual_seed(0)
+    body = Checkpointed(build(), reentrant)
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), Checkpointed([body], reentrant) if nested else body, nn.Linear(WIDTH, 2)
+    )
+
+
+BLOCKS: dict[str, Callable[[], list[nn.Module]]] = {
+    "alive": lambda: [Scaled(value=0.0), Dropped(value=0.0)],
+    "dead": lambda: [Scaled(value=0.0), Shut(value=0.0), Shut(value=0.0)],
+    "nonfinite": lambda: [Scaled(value=0.0), Rooted(value=0.0), Scaled(value=0.0)],
+    "shared": lambda: [Shut(value=0.0)] * 3,
+}
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("blocks", BLOCKS)
+def test_checkpointing_changes_no_verdict(blocks: str, reentrant: bool, nested: bool) -> None:
+    """Reentrant checkpointing computes the forward without gradients, and once more inside of the backward."""
+    for zero_head in (False, True):
+        reports, grads = [], []
+        for kind in (None, reentrant):
+            model = recomputed(BLOCKS[blocks], kind, nested)
+            if zero_head:
+                nn.init.zeros_(model[2].weight)
+            torch.manual_seed(1)
+            reports.append({n: repr(g) for n, g in judged(model).gates.items()})
+            grads.append([p.grad for p in model.parameters()])
+        assert reports[0] == reports[1]
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(*grads, strict=True))
+
+
+def test_an_error_in_a_recomputed_forward_leaves_nothing_behind() -> None:
+    class Fails(Scaled):
+        runs = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.runs += 1
+            if self.runs > 2:  # the trace, the forward, and then the recomputed one
+                raise KeyError("user error")
+            return super().forward(x)
+
+    model = Checkpointed([Fails(value=0.0)], True)
+    plan = make_plan(model, X, scheme="observe")
+    model.blocks[0].runs = 1
+
+    def step() -> None:
+        with observe(model, plan, X):
+            square(model(X.clone().requires_grad_())).backward()
+
+    stance = torch._dynamo.eval_frame._stance
+    with pytest.raises(KeyError, match="user error"):
+        step()
+    assert torch._C._len_torch_dispatch_stack() == torch._C._len_torch_function_stack() == 0
+    assert torch._dynamo.eval_frame._stance == stance
 
 
 # -------------------------------------------------------------------- hooks on parameters
