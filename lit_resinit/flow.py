@@ -6,11 +6,13 @@ import contextlib
 import dataclasses
 import functools
 import math
+import sys
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -18,13 +20,13 @@ from torch.utils._pytree import tree_iter
 from lit_resinit import ops
 from lit_resinit.identity import IdentityProbe, peak_of, to_host
 from lit_resinit.plan import ResidualPlan
-from lit_resinit.trace import Call, Graph, Node, clean_name, measuring
+from lit_resinit.trace import Call, Graph, Node, clean_name, measuring, user_line
 
 EPS = float(torch.finfo(torch.float32).eps)
 _NOISE = 32 * EPS
 _REASONS = 8
 
-ReasonKind = Literal["factor", "slope", "cancel", "data", "unreached"]
+ReasonKind = Literal["factor", "slope", "cancel", "data", "unreached", "hook", "written"]
 State = Literal["live", "zero", "noise", "nonfinite", "absent"]
 
 
@@ -34,7 +36,8 @@ class Reason:
 
     ``factor``: another factor of a product is zero, because of ``parameters`` (empty: because of a constant);
     ``slope``: the function has slope zero there; ``cancel``: the terms cancel and rounding is left; ``data``: the
-    values of this batch; ``unreached``: the operation's output is not used by the loss.
+    values of this batch; ``unreached``: the operation's output is not used by the loss; ``hook``: a hook on its output
+    replaced the error; ``written``: a backward written in Python returns a zero that no error went into.
     """
 
     kind: ReasonKind
@@ -72,6 +75,11 @@ class GradientProbe(IdentityProbe):
         self._errors: list[Tensor] = []
         self._arriving: dict[int, int] = {}
         self._edges: list[tuple[int, int | str, int]] = []
+        self._sent: dict[int, list[int]] = {}
+        self._received: list[tuple[int, list[int], int]] = []
+        self._written: dict[tuple[int, int | str], str] = {}
+        self._applied: dict[int, str] = {}
+        self._python: dict[int, str] = {}
         self._parameter_names = {id(p): clean_name(n) for n, p in model.named_parameters()}
         self._hooked: dict[str, tuple[Tensor, int, str]] = {}
         self._sizes: dict[
@@ -89,19 +97,18 @@ class GradientProbe(IdentityProbe):
         return super()._begin(func, args, kwargs)
 
     def _finish(self, call: Call, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if not torch.is_grad_enabled() and (line := _applied_at()):
+            self._applied[len(self.graph.calls)] = line
         super()._finish(call, func, args, kwargs, out)
         self._fresh = _tensors(out)
 
-    def run_again(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_again(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, call: Call) -> bool:
         """An operation of a forward that the backward runs again: its autograd function is that of the first run."""
-        call = self._begin(func, args, kwargs)
-        out = func(*args, **kwargs)
-        with measuring():
-            first, results = self._known.find(call), [t for t in tree_iter(out) if isinstance(t, Tensor)]
-            if first is not None and len(first.outputs) == len(results):
-                self._place(func, args, kwargs, results, first.outputs)
+        first, results = self._known.find(call), [t for t in tree_iter(out) if isinstance(t, Tensor)]
+        if first is not None and len(first.outputs) == len(results):
+            self._place(func, args, kwargs, results, first.outputs)
         self._fresh = _tensors(out)
-        return out
+        return first is not None
 
     def _leaf(
         self, tensor: Tensor, op: str, name: str, *, data: bool = False, learned: bool = False, anew: bool = False
@@ -123,7 +130,7 @@ class GradientProbe(IdentityProbe):
         if call < 0:
             return
         self._functions[id(function)] = function, call
-        if isinstance(function, torch.autograd.function.BackwardCFunction):
+        if isinstance(function, BackwardCFunction):
             self._handles.append(function.register_prehook(functools.partial(self._on_python, id(function))))
         self._handles.append(function.register_hook(functools.partial(self._on_backward, function, call)))
 
@@ -140,15 +147,20 @@ class GradientProbe(IdentityProbe):
         window = self._windows.pop(id(function), None)
         if window is not None:
             window.close()
+            if not window.runs_again:
+                self._python[call] = type(function).__name__.removesuffix("Backward")
             if window.reached:  # the operations inside have sent these errors already
                 grad_inputs = ()
         with measuring():
-            self._note_errors(function, call, grad_inputs, grad_outputs)
+            self._note_errors(function, call, grad_inputs, grad_outputs, window)
 
-    def _note_errors(self, function: Any, call: int, grad_inputs: Any, grad_outputs: Any) -> None:
+    def _note_errors(
+        self, function: Any, call: int, grad_inputs: Any, grad_outputs: Any, window: _Window | None
+    ) -> None:
         arriving = [p for p in (peak_of(g) for g in grad_outputs if g is not None) if p is not None]
         if arriving:
             self._arriving[call] = self._push(functools.reduce(torch.maximum, arriving))
+            self._received.append((call, self._sent.pop(id(function), []), self._arriving[call]))
         for grad, (target, _) in zip(grad_inputs, function.next_functions, strict=False):
             peak = peak_of(grad) if grad is not None and target is not None else None
             if peak is None:
@@ -162,8 +174,13 @@ class GradientProbe(IdentityProbe):
             own = self._model_parameters.get(name) if name is not None else None
             if name is not None and own is not None and id(own) == id(variable):
                 self._watch_hooks(name, own, target, grad)
-            if key is not None:
-                self._edges.append((call, key, self._push(peak)))
+            if key is None:
+                continue
+            self._edges.append((call, key, self._push(peak)))
+            self._sent.setdefault(id(target), []).append(self._edges[-1][2])
+            line = window.made_from_nothing(grad) if window is not None else None
+            if line is not None:
+                self._written[call, key] = line
 
     def _behind(self, leaf: Tensor) -> int | None:
         """The operation whose output, detached, entered a forward that is run again."""
@@ -222,7 +239,20 @@ class GradientProbe(IdentityProbe):
             used = parameter.grad is None or parameter._version != version
             earlier = hooked.get(name, Hooked(0.0, 0.0, used, source))  # of a backward before this one
             hooked[name] = Hooked(earlier.sent + errors[sent], earlier.kept + errors[kept], used, source)
-        return Flow(self.graph, values, arriving, edges, dict(self.addition_calls), frozen, hooked)
+        replaced = {c for c, sent, i in self._received if _is_replaced([errors[j] for j in sent], errors[i])}
+        return Flow(
+            self.graph,
+            values,
+            arriving,
+            edges,
+            dict(self.addition_calls),
+            frozen,
+            hooked,
+            replaced,
+            self._written,
+            self._python,
+            self._applied,
+        )
 
     def close_windows(self) -> None:
         """Forget those of a backward that raised; autograd has put the stacks of modes back."""
@@ -252,7 +282,8 @@ class _Window(TorchDispatchMode):
     def __init__(self, probe: GradientProbe) -> None:
         super().__init__()
         self._probe, self._task = probe, torch._C._current_graph_task_id()
-        self.reached = False
+        self.reached = self.runs_again = False
+        self._made: dict[int, tuple[Tensor, str]] = {}
         self.stance = contextlib.ExitStack()
         self.stance.enter_context(torch.compiler.set_stance("force_eager"))
         torch._C._push_on_torch_dispatch_stack(self)
@@ -261,9 +292,32 @@ class _Window(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         if func.namespace == "prim" or torch._C._current_graph_task_id() != self._task:
-            return func(*args, **(kwargs or {}))
-        return self._probe.run_again(func, args, kwargs or {})
+            return func(*args, **kwargs)
+        call = self._probe._begin(func, args, kwargs)
+        out = func(*args, **kwargs)
+        with measuring():
+            self.runs_again |= self._probe.run_again(func, args, kwargs, out, call)
+            self._note_makers(func, args, kwargs, out, call.source)
+        return out
+
+    def _note_makers(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, line: str
+    ) -> None:
+        """Which memory holds what was made from nothing: from no tensor, or from such tensors only."""
+        base = ops.base_name(func)
+        read = [] if base in ops.FACTORIES else [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        made = not base.startswith(("empty", "new_empty")) and all(_memory_of(t) in self._made for t in read)
+        for tensor in (t for t in tree_iter(out) if isinstance(t, Tensor)):
+            if made:
+                self._made.setdefault(_memory_of(tensor), (tensor, line))
+            else:
+                self._made.pop(_memory_of(tensor), None)
+
+    def made_from_nothing(self, tensor: Tensor) -> str | None:
+        """The line that made a gradient without looking at any error, if one did."""
+        return self._made.get(_memory_of(tensor), (tensor, None))[1]
 
     def close(self) -> None:
         torch._C._pop_torch_function_stack()
@@ -314,6 +368,31 @@ class _Known:
         return -1 if node.op == "constant" else self._same.get(node.index, node.index)
 
 
+def _applied_at() -> str:
+    """``file.py:line`` that applies the running function written in Python; empty where none is known to run."""
+    frame, depth = sys._getframe().f_back, 1
+    while frame is not None:
+        code = frame.f_code
+        if code.co_argcount and isinstance(frame.f_locals.get(code.co_varnames[0]), FunctionCtx):
+            return user_line(depth + 2)
+        frame, depth = frame.f_back, depth + 1
+    return ""
+
+
+def _memory_of(tensor: Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except NotImplementedError:  # sparse and nested tensors
+        return id(tensor)
+
+
+def _is_replaced(sent: list[float], arrived: float) -> bool:
+    """Whether a hook replaced an error: of several that were sent, all but one have to be zero to be sure."""
+    return (
+        sum(s != 0.0 for s in sent) == 1 and math.isfinite(sum(sent)) and (arrived == 0.0 or not math.isfinite(arrived))
+    )
+
+
 def _tensors(out: Any) -> list[Tensor]:
     return [t for t in (out if isinstance(out, list | tuple) else (out,)) if isinstance(t, Tensor)]
 
@@ -337,6 +416,11 @@ class Flow:
         additions: Operation of every residual addition by branch name.
         frozen: Parameters without a gradient.
         hooked: Parameters with hooks of the user's, and what these did.
+        replaced: Operations whose error a hook of the user's turned into zero, NaN or inf.
+        written: Operation and what it sent a zero to, where a backward written in Python made that zero from nothing,
+            with the line that did.
+        python: Operations whose backward is written in Python, with the name of the function.
+        applied: Operations inside of such a function, with the line that applies it.
     """
 
     def __init__(
@@ -348,9 +432,14 @@ class Flow:
         additions: dict[str, int],
         frozen: set[str],
         hooked: dict[str, Hooked],
+        replaced: set[int],
+        written: dict[tuple[int, int | str], str],
+        python: dict[int, str],
+        applied: dict[int, str],
     ) -> None:
         self.graph, self.values, self.arriving, self.edges = graph, values, arriving, edges
         self.additions, self.frozen, self.hooked = additions, frozen, hooked
+        self.replaced, self.written, self.python, self.applied = replaced, written, python, applied
         self.leaves = {n.name: n.index for n in graph.nodes if n.op == "parameter"}
         self._readers = self._find_readers()
         self._spelled: dict[int, list[int]] = {}
@@ -377,6 +466,8 @@ class Flow:
         elif not math.isfinite(error):
             self.state[call] = "nonfinite"
             self.births[call] = self.births_of(edges) or (call,)
+        elif error == 0.0 and call in self.replaced:
+            self.state[call], self.reasons[call] = "zero", (Reason("hook", call),)
         elif error == 0.0:
             self.state[call], self.reasons[call] = "zero", self.reasons_of(call, edges) or (Reason("data", call),)
         elif self.is_noise(edges, error):
@@ -470,6 +561,8 @@ class Flow:
                 )
             else:
                 reasons.append(Reason("data", call))
+        if (call, target) in self.written and self.arriving.get(call) and all(r.kind == "data" for r in reasons):
+            return [Reason("written", call)]
         return reasons or [Reason("data", call)]
 
     def _is_only_added(self, call: int, operand: int) -> bool:
@@ -546,6 +639,16 @@ class Flow:
             for i in inputs
             if self._value(i) == 0.0 or (i not in self.values and self.graph.nodes[i].call == node.call)
         ]
+
+    def spelled(self, call: int) -> str:
+        """What went backwards, in words."""
+        if call in self.python:
+            return f"the backward of `{self.python[call]}` (or a hook on it)"
+        return f"`{ops.base_name(self.graph.calls[call].func)}`"
+
+    def source(self, call: int) -> str:
+        """``file.py:line`` of an operation, or of what applies the function written in Python that it is in."""
+        return (self.applied.get(call) if call in self.python else None) or self.graph.calls[call].source
 
     # ---------------------------------------------------------------- sizes along the way
 

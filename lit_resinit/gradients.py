@@ -267,7 +267,7 @@ class _Judge:
         if any(r.kind == "data" for r in reasons):
             return verdict("asleep", "this batch sent it no error (masked, dropped or cut off)")  # type: ignore[no-any-return]
         reason = min(reasons, key=lambda r: r.call)
-        return verdict("dead", self._broken_link(judged, reason), source=self.flow.graph.calls[reason.call].source)  # type: ignore[no-any-return]
+        return verdict("dead", self._broken_link(judged, reason), source=self.flow.source(reason.call))  # type: ignore[no-any-return]
 
     def _zero_and_alive(self) -> list[str]:
         return [
@@ -320,7 +320,11 @@ class _Judge:
             "slope": f"`{op}` has slope zero at zero",
             "cancel": f"the terms of `{op}` cancel, so the true gradient is zero and this one is rounding noise",
             "unreached": "the loss does not use it",
+            "hook": f"a hook on the output of `{op}` replaces it",
         }.get(reason.kind, f"`{op}` sends nothing back")
+        if reason.kind == "written":
+            line = next(line for (call, _), line in self.flow.written.items() if call == reason.call)
+            why = f"{self.flow.spelled(reason.call)} returns a zero that no error went into (made at {line})"
         if frozen:
             why += f", because {together(frozen)} is zero and frozen"
         elif judged.gate in reason.parameters and reason.kind == "factor":
@@ -342,17 +346,18 @@ class _Judge:
         if not births:
             return verdict("nonfinite", "the loss itself sends NaN or inf")  # type: ignore[no-any-return]
         birth = max(births)
-        call = self.flow.graph.calls[birth]
         end = self.flow.additions.get(judged.branch, -1)
-        op = ops.base_name(call.func)
-        if end >= 0 and birth > end:
-            cause = f"inherits NaN or inf from `{op}` after its block, where the error was still finite"
+        op = self.flow.spelled(birth)
+        if birth in self.flow.replaced:
+            cause = f"a hook on the output of {op} turns a finite error into NaN or inf"
+        elif end >= 0 and birth > end:
+            cause = f"inherits NaN or inf from {op} after its block, where the error was still finite"
         else:
             cause = (
-                f"`{op}` turns a finite error into NaN or inf: guard the argument of the operation, not its result "
+                f"{op} turns a finite error into NaN or inf: guard the argument of the operation, not its result "
                 "(its unselected branch still runs backward), or keep away from the point where it has no slope"
             )
-        return verdict("nonfinite", cause, source=call.source)  # type: ignore[no-any-return]
+        return verdict("nonfinite", cause, source=self.flow.source(birth))  # type: ignore[no-any-return]
 
     def _mark_origin(self, verdicts: dict[str, GateGradient]) -> None:
         """Where every affected gate only inherits the NaN, the loss (or the head) is the origin: say so once."""
@@ -658,6 +663,12 @@ _NEXT: dict[str, str] = {
 }
 
 
+def _next(status: str, cause: str) -> str:
+    if "the backward of `" in cause:
+        return "return the true gradient there"
+    return "let that hook pass the gradient on as it is, or remove it" if "a hook on" in cause else _NEXT[status]
+
+
 def describe(report: GradientReport) -> str:
     """The report as a message: the origin by name, with the line; equal findings counted."""
     alarms = report.alarms
@@ -682,5 +693,5 @@ def describe(report: GradientReport) -> str:
         block = f" (branch {rows[0].branch})" if rows[0].branch else ""
         where = f", at {source}" if source else ""
         more = f" ({len(rows)} in all)" if len(rows) > 3 else ""
-        lines.append(f"- {names}{more}{block}: {status}: {cause}{where}. Next: {_NEXT[status]}.")
+        lines.append(f"- {names}{more}{block}: {status}: {cause}{where}. Next: {_next(status, cause)}.")
     return "\n".join(lines)

@@ -493,6 +493,82 @@ def test_hook_without_effect_is_not_blamed() -> None:
         assert "hook" not in verdict.cause
 
 
+@pytest.mark.parametrize(("hook", "status"), [(zero_gradient, "dead"), (nan_gradient, "nonfinite")])
+def test_hook_on_the_output_of_a_block_is_blamed_for_what_it_does(
+    hook: Callable[[Tensor], Tensor], status: str
+) -> None:
+    class Hooked(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            out = x + self.scale * self.f(x)  # hooked
+            out.register_hook(hook)
+            return out
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Hooked(value=0.0), Scaled(value=0.0), nn.Linear(WIDTH, 2))
+    gates = judged(model).gates
+    verdict = gates["1.scale"]
+    assert (verdict.status, gates["2.scale"].status) == (status, "alive")
+    assert "a hook on the output of `add`" in verdict.cause
+    assert verdict.source.endswith(line_of("hooked"))
+
+
+def test_nan_of_a_backward_hook_on_a_module_is_not_the_fault_of_an_operation() -> None:
+    model = zeros()
+    model[1].register_full_backward_hook(lambda module, grad_inputs, grad_outputs: (grad_inputs[0] * float("nan"),))
+    gates = judged(model, X.clone().requires_grad_()).gates
+    assert (gates["0.scale"].status, gates["1.scale"].status) == ("nonfinite", "alive")
+    assert "a hook on it" in gates["0.scale"].cause
+
+
+# -------------------------------------------------------------------- functions with a backward written in Python
+
+
+class Product(torch.autograd.Function):
+    """The product, with a choice of gradients for the second factor."""
+
+    weight_gradient: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @classmethod
+    def backward(cls, ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad * weight, ctx._forward_cls.weight_gradient(grad, x, weight)
+
+
+WRITTEN: dict[str, tuple[str, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
+    "true": ("alive", lambda grad, x, weight: (grad * x).sum().reshape(1)),
+    "zeros_like": ("dead", lambda grad, x, weight: torch.zeros_like(weight)),
+    "zeros": ("dead", lambda grad, x, weight: torch.zeros(4)[:1]),
+    "filled": ("dead", lambda grad, x, weight: (grad * x).sum().reshape(1).zero_()),
+    "filled_in": ("alive", lambda grad, x, weight: torch.zeros_like(weight).add_((grad * x).sum())),
+    "masked": ("asleep", lambda grad, x, weight: (grad * x * (x > 100.0)).sum().reshape(1)),
+    "nan": ("nonfinite", lambda grad, x, weight: torch.full_like(weight, float("nan"))),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_backward_written_in_python_is_blamed_for_what_it_makes(name: str) -> None:
+    status, gradient = WRITTEN[name]
+    function = type("Chosen", (Product,), {"weight_gradient": staticmethod(gradient)})
+
+    class Custom(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + function.apply(self.f(x), self.scale)  # applied
+
+    verdict = judged(zeros(Custom, 1)).gates["0.scale"]
+    assert verdict.status == status, verdict
+    if status in ("dead", "nonfinite"):
+        assert "the backward of `Chosen`" in verdict.cause
+        assert verdict.source.endswith(line_of("applied"))
+
+
+# -------------------------------------------------------------------- optimizers that step in the backward
+
+
 def step_in_backward(model: nn.Module, *, to_none: bool = True) -> None:
     """An optimizer that steps as soon as a gradient is there."""
 
