@@ -571,12 +571,30 @@ def until_unfrozen(report: GradientReport, model: nn.Module) -> GradientReport:
     return GradientReport(gates)
 
 
+def leaves_behind(loss: Tensor, *, through_empty: bool = True) -> set[int]:
+    """``id`` of every leaf that the backward of a loss ends in."""
+    found: set[int] = set()
+    stack, seen = [loss.grad_fn], {loss.grad_fn}
+    while stack:
+        function: Any = stack.pop()
+        shapes = [m.shape for m in getattr(function, "_input_metadata", ())]
+        if function is None or not (through_empty or not shapes or any(0 not in shape for shape in shapes)):
+            continue
+        if hasattr(function, "variable"):
+            found.add(id(function.variable))
+        fresh = {f for f, _ in function.next_functions} - seen
+        seen |= fresh
+        stack += fresh
+    return found
+
+
 class Waking:
     """Gates that were asleep, judged again after each real optimizer step until they wake or ``patience`` is used up.
 
     Args:
         report: The first report.
-        patience: How many real steps a gate may sleep; those in which it is frozen or its branch not run do not count.
+        patience: How many real steps a gate may sleep; those in which it is frozen do not count, nor those in which its
+            branch did not run, or ran on nothing.
     """
 
     def __init__(self, report: GradientReport, patience: int) -> None:
@@ -586,6 +604,8 @@ class Waking:
         self.slept = {n: 0 for n, g in report.gates.items() if g.status == "asleep"}
         self.unseen: dict[str, int] = {}
         self._values: dict[str, Tensor] = {}
+        self._depends: set[str] = set()  # sleepers that a loss of this step depends on, and then of these
+        self._fed: set[str] = set()  # those that it depends on through values that are not empty
 
     @property
     def waiting(self) -> bool:
@@ -597,6 +617,12 @@ class Waking:
         again = [n for n in self.slept if n in slept]
         self.slept |= {n: slept[n] for n in again}
         return self._look(model, again)
+
+    def before_backward(self, model: nn.Module, loss: Tensor) -> None:
+        """Note which sleepers this loss depends on through empty tensors only, as an expert without tokens."""
+        names = {id(p): clean_name(n) for n, p in model.named_parameters() if clean_name(n) in self.slept}
+        self._depends |= {names[i] for i in leaves_behind(loss) if i in names}
+        self._fed |= {names[i] for i in leaves_behind(loss, through_empty=False) if i in names}
 
     def step(self, model: nn.Module) -> GradientReport:
         """Judge the sleepers by the gradients of one more real step."""
@@ -615,13 +641,15 @@ class Waking:
                 gates[name] = dataclasses.replace(gates[name], status="alive", cause="", waits_for=None)
                 del self.slept[name]
                 continue
-            if sizes.get(name) is None and self._may_run_later(name):
+            size = None if name in self._depends - self._fed and sizes.get(name) == 0.0 else sizes.get(name)
+            if size is None and self._may_run_later(name):
                 continue
             self.slept[name] += 1
-            verdict = self._verdict(gates[name], sizes.get(name))
+            verdict = self._verdict(gates[name], size)
             if verdict.status != "asleep":
                 gates[name] = verdict
                 del self.slept[name]
+        self._depends, self._fed = set(), set()
         self.report = GradientReport(gates)
         return self.report
 

@@ -672,6 +672,38 @@ def test_sleepers_wake_or_run_out_of_patience() -> None:
     assert not waking.waiting
 
 
+class Expert(Masked):
+    """A branch for some rows only: those whose first feature is positive, if any is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (x[:, 0] > 0).nonzero()[:, 0]
+        return x.index_add(0, rows, super().forward(x[rows]) - x[rows])
+
+
+@pytest.mark.parametrize(("rows", "status"), [(0, "asleep"), (2, "dead")])
+def test_a_branch_that_ran_on_nothing_does_not_use_up_its_patience(rows: int, status: str) -> None:
+    """An expert without tokens has a gradient of exact zeros, and so has one whose tokens are masked."""
+    torch.manual_seed(0)
+    x = X.abs()
+    x[:, -1] = 0.0
+    model = nn.Sequential(Expert(value=0.0), nn.Linear(WIDTH, 2))
+    waking = Waking(judged(model, x), patience=2)
+    assert waking.waiting
+    x[rows:, 0] = -1.0
+    for _ in range(3):
+        model.zero_grad()
+        loss = square(model(x))
+        waking.before_backward(model, loss)
+        loss.backward()
+        assert model[0].scale.grad is not None
+        waking.step(model)
+    assert waking.report.gates["0.scale"].status == status
+    model.zero_grad()
+    square(model(X)).backward()
+    if rows == 0:
+        assert waking.step(model).gates["0.scale"].status == "alive"
+
+
 def test_nan_on_waking_is_an_alarm() -> None:
     model = zeros()
     nn.init.zeros_(model[2].weight)
