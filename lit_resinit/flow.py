@@ -97,18 +97,17 @@ class GradientProbe(IdentityProbe):
         return super()._begin(func, args, kwargs)
 
     def _finish(self, call: Call, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        if not torch.is_grad_enabled() and (line := _applied_at()):
-            self._applied[len(self.graph.calls)] = line
+        if not torch.is_grad_enabled():
+            self._applied[len(self.graph.calls)] = _applied_at()
         super()._finish(call, func, args, kwargs, out)
         self._fresh = _tensors(out)
 
-    def run_again(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, call: Call) -> bool:
+    def run_again(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, call: Call) -> None:
         """An operation of a forward that the backward runs again: its autograd function is that of the first run."""
         first, results = self._known.find(call), [t for t in tree_iter(out) if isinstance(t, Tensor)]
         if first is not None and len(first.outputs) == len(results):
             self._place(func, args, kwargs, results, first.outputs)
         self._fresh = _tensors(out)
-        return first is not None
 
     def _leaf(
         self, tensor: Tensor, op: str, name: str, *, data: bool = False, learned: bool = False, anew: bool = False
@@ -130,6 +129,8 @@ class GradientProbe(IdentityProbe):
         if call < 0:
             return
         self._functions[id(function)] = function, call
+        for window in list(self._windows.values())[-1:]:
+            window.runs_again = True
         if isinstance(function, BackwardCFunction):
             self._handles.append(function.register_prehook(functools.partial(self._on_python, id(function))))
         self._handles.append(function.register_hook(functools.partial(self._on_backward, function, call)))
@@ -298,7 +299,7 @@ class _Window(TorchDispatchMode):
         call = self._probe._begin(func, args, kwargs)
         out = func(*args, **kwargs)
         with measuring():
-            self.runs_again |= self._probe.run_again(func, args, kwargs, out, call)
+            self._probe.run_again(func, args, kwargs, out, call)
             self._note_makers(func, args, kwargs, out, call.source)
         return out
 
@@ -420,7 +421,8 @@ class Flow:
         written: Operation and what it sent a zero to, where a backward written in Python made that zero from nothing,
             with the line that did.
         python: Operations whose backward is written in Python, with the name of the function.
-        applied: Operations inside of such a function, with the line that applies it.
+        applied: Operations that ran without gradients, as those inside of such a function do, and the line
+            that applies it, where that is known.
     """
 
     def __init__(
@@ -545,7 +547,7 @@ class Flow:
     def _local(self, call: int, target: int | str) -> list[Reason]:
         """Why one operation sends nothing to one of its inputs although an error arrives at its output."""
         record = self.graph.calls[call]
-        operands = [i for i in record.inputs if self._is_shown(i, target)]
+        operands = [i for i in record.inputs if self._is_shown(i, target, inside=call in self.python)]
         reasons = []
         for operand in operands:
             partners = self._partners(call, operand)
@@ -570,15 +572,25 @@ class Flow:
         readers = [n for n in map(self.graph.nodes.__getitem__, self._spelled.get(call, ())) if operand in n.inputs]
         return bool(readers) and all(n.op == "add" for n in readers)
 
-    def _is_shown(self, node: int, target: int | str) -> bool:
-        """Whether a value is a parameter's or an operation's output, possibly through views of the same memory."""
-        current = self.graph.nodes[node]
-        while True:
+    def _is_shown(self, node: int, target: int | str, *, inside: bool) -> bool:
+        """Whether a value is a parameter's or an operation's output, possibly through views of the same memory.
+
+        With ``inside`` also through the operations inside of a function written in Python, which is one to autograd.
+        """
+        stack, seen = [node], {node}
+        while stack:
+            current = self.graph.nodes[stack.pop()]
             if current.name == target if isinstance(target, str) else current.call == target:
                 return True
-            if current.op != "view":
-                return False
-            current = self.graph.nodes[current.inputs[0]]
+            if current.op == "view":
+                fresh = set(current.inputs[:1]) - seen
+            elif inside and current.call in self.applied and current.call not in self.arriving:
+                fresh = set(current.inputs) - seen
+            else:
+                continue
+            seen |= fresh
+            stack += fresh
+        return False
 
     def _value(self, node: int) -> float | None:
         known = self.values.get(node)

@@ -566,6 +566,32 @@ def test_backward_written_in_python_is_blamed_for_what_it_makes(name: str) -> No
         assert verdict.source.endswith(line_of("applied"))
 
 
+@pytest.mark.parametrize(("negative", "status"), [(False, "dead"), (True, "asleep")])
+def test_operations_inside_of_a_function_explain_its_zero(negative: bool, status: str) -> None:
+    """A ReLU inside, with its true gradient: no slope at a zero gate; at an open one the values of the batch decide."""
+
+    class Rectified(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(x, weight)
+            return torch.relu(x * weight)
+
+        @staticmethod
+        def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+            x, weight = ctx.saved_tensors
+            grad = grad * (x * weight > 0)
+            return grad * weight, (grad * x).sum().reshape(1)
+
+    class Custom(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + Rectified.apply(self.f(x).abs(), self.scale)  # rectified
+
+    model = nn.Sequential(Custom(value=-1.0 if negative else 0.0), nn.Linear(WIDTH, 2))
+    verdict = judged(model).gates["0.scale"]
+    assert verdict.status == status
+    assert not verdict.source or verdict.source.endswith(line_of("rectified"))
+
+
 # -------------------------------------------------------------------- optimizers that step in the backward
 
 
