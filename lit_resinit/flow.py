@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter
 from lit_resinit import ops
 from lit_resinit.identity import IdentityProbe, peak_of, to_host
 from lit_resinit.plan import ResidualPlan
-from lit_resinit.trace import Call, Graph, Node, clean_name, measuring, user_line
+from lit_resinit.trace import Call, Graph, Node, clean_name, local, measuring, user_line
 
 EPS = float(torch.finfo(torch.float32).eps)
 _NOISE = 32 * EPS
@@ -69,6 +69,7 @@ class GradientProbe(IdentityProbe):
         super().__init__(model, plan, inputs)
         self._functions: dict[int, tuple[Any, int]] = {}
         self._windows: dict[int, _Window] = {}
+        self._eager = contextlib.ExitStack()
         self._known = _Known(self.graph)
         self._handles: list[Any] = []
         self._fresh: list[Tensor] = []
@@ -82,10 +83,10 @@ class GradientProbe(IdentityProbe):
         self._python: dict[int, str] = {}
         self._parameter_names = {id(p): clean_name(n) for n, p in model.named_parameters()}
         self._hooked: dict[str, tuple[Tensor, int, str]] = {}
-        self._sizes: dict[
-            str, Tensor | None
-        ] = {}  # of hooked parameters, before an optimizer in the backward moves them
+        # Of hooked parameters, before an optimizer in the backward moves them:
+        self._sizes: dict[str, Tensor | None] = {}
         self._sums: dict[str, Tensor] = {}
+        self._accumulations: dict[int, Any] = {}
         self._kept: list[tuple[str, int, int]] = []
 
     def _begin(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -142,12 +143,18 @@ class GradientProbe(IdentityProbe):
 
     def _on_python(self, function: int, grad_outputs: Any) -> None:
         """The backward of a function written in Python begins, which may run a forward (activation checkpointing)."""
+        if torch.is_grad_enabled():  # every backward is recorded for a second one, and no forward is meant
+            return
+        if not self._windows:
+            self._eager.enter_context(torch.compiler.set_stance("force_eager"))
         self._windows[function] = _Window(self)
 
     def _on_backward(self, function: Any, call: int, grad_inputs: Any, grad_outputs: Any) -> None:
         window = self._windows.pop(id(function), None)
         if window is not None:
             window.close()
+            if not self._windows:
+                self._eager.close()
             if not window.runs_again:
                 self._python[call] = type(function).__name__.removesuffix("Backward")
             if window.reached:  # the operations inside have sent these errors already
@@ -199,9 +206,12 @@ class GradientProbe(IdentityProbe):
         if hooks and name not in self._hooked:
             self._hooked[name] = parameter, parameter._version, ", ".join(dict.fromkeys(map(line_of, hooks)))
             self._sizes[name] = peak_of(parameter)
+        if hooks and id(accumulation) not in self._accumulations:
+            self._accumulations[id(accumulation)] = accumulation
             self._handles.append(accumulation.register_prehook(functools.partial(self._note_kept, name)))
         if before:
-            self._sums[name] = self._sums[name] + grad if name in self._sums else grad.clone()
+            part = local(grad)
+            self._sums[name] = self._sums[name] + part if name in self._sums else part.clone()
 
     def _note_kept(self, name: str, grads: tuple[Tensor | None, ...]) -> None:
         with measuring():
@@ -257,15 +267,15 @@ class GradientProbe(IdentityProbe):
 
     def close_windows(self) -> None:
         """Forget those of a backward that raised; autograd has put the stacks of modes back."""
-        while self._windows:
-            self._windows.popitem()[1].stance.close()
+        self._windows.clear()
+        self._eager.close()
 
     def release(self) -> None:
         """Remove every hook and let go of every tensor and graph."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._fresh = [], []
-        self._hooked, self._sizes, self._sums = {}, {}, {}
+        self._hooked, self._sizes, self._sums, self._accumulations = {}, {}, {}, {}
         while self._functions:
             self._functions.popitem()  # the last first: else the first to go takes all the others along, recursively
         self._memory.clear()
@@ -280,13 +290,13 @@ class _Window(TorchDispatchMode):
     modes back by itself.
     """
 
+    supports_higher_order_operators = True  # they are passed on as they are
+
     def __init__(self, probe: GradientProbe) -> None:
         super().__init__()
         self._probe, self._task = probe, torch._C._current_graph_task_id()
         self.reached = self.runs_again = False
         self._made: dict[int, tuple[Tensor, str]] = {}
-        self.stance = contextlib.ExitStack()
-        self.stance.enter_context(torch.compiler.set_stance("force_eager"))
         torch._C._push_on_torch_dispatch_stack(self)
         torch._C._push_on_torch_function_stack(_Linking(probe))
 
@@ -294,7 +304,8 @@ class _Window(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim" or torch._C._current_graph_task_id() != self._task:
+        ours = isinstance(func, OpOverload) and func.namespace != "prim"
+        if not ours or torch._C._current_graph_task_id() != self._task:
             return func(*args, **kwargs)
         call = self._probe._begin(func, args, kwargs)
         out = func(*args, **kwargs)
@@ -310,7 +321,9 @@ class _Window(TorchDispatchMode):
         base = ops.base_name(func)
         read = [] if base in ops.FACTORIES else [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
         made = not base.startswith(("empty", "new_empty")) and all(_memory_of(t) in self._made for t in read)
-        for tensor in (t for t in tree_iter(out) if isinstance(t, Tensor)):
+        given = dict(enumerate(args)) | kwargs
+        targets = [given.get(w) for w in ops.written_arguments(func)]
+        for tensor in (t for t in tree_iter((out, targets)) if isinstance(t, Tensor)):
             if made:
                 self._made.setdefault(_memory_of(tensor), (tensor, line))
             else:
@@ -323,7 +336,6 @@ class _Window(TorchDispatchMode):
     def close(self) -> None:
         torch._C._pop_torch_function_stack()
         torch._C._pop_torch_dispatch_stack(None)
-        self.stance.close()
 
 
 class _Linking(TorchFunctionMode):
@@ -374,7 +386,7 @@ def _applied_at() -> str:
     frame, depth = sys._getframe().f_back, 1
     while frame is not None:
         code = frame.f_code
-        if code.co_argcount and isinstance(frame.f_locals.get(code.co_varnames[0]), FunctionCtx):
+        if code.co_argcount and issubclass(type(frame.f_locals.get(code.co_varnames[0])), FunctionCtx):
             return user_line(depth + 2)
         frame, depth = frame.f_back, depth + 1
     return ""

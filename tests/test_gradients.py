@@ -627,6 +627,23 @@ def test_gradients_that_an_optimizer_used_up_in_the_backward_are_judged(to_none:
     assert waking.report.gates["0.scale"].status == "alive"
 
 
+def test_gradients_that_hooks_move_elsewhere_over_several_backwards_are_judged() -> None:
+    """Gradient accumulation by hand; the accumulation of a parameter is a new one in every backward."""
+    model, kept = zeros(), {}
+
+    def move(parameter: Tensor) -> None:
+        kept[parameter] = kept.get(parameter, 0) + parameter.grad
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(move)
+    plan = make_plan(model, X, scheme="observe")
+    with observe(model, plan, X) as seen:
+        for x in (0.0 * X, X):
+            square(model(x)).backward()
+    assert {g.status for g in seen.gradients.gates.values()} == {"alive"}
+
+
 def test_dead_gate_is_dead_where_the_optimizer_steps_in_the_backward() -> None:
     class Shut(Scaled):
         def forward(self, x: Tensor) -> Tensor:
