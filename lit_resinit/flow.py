@@ -364,15 +364,18 @@ class _Known:
 
     def find(self, call: Call) -> Call | None:
         for known in self._graph.calls[self._seen :]:
-            first, _ = [self._calls.setdefault(key, known) for key in self._keys(known)]
+            first, *_ = [self._calls.setdefault(key, known) for key in self._keys(known)]
             self._same |= zip(known.outputs, first.outputs, strict=False)
         self._seen = len(self._graph.calls)
         return next((self._calls[key] for key in self._keys(call) if key in self._calls), None)
 
-    def _keys(self, call: Call) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """With all arguments, and without numbers: some kernels are told whether a backward will come."""
-        inputs = tuple(self._identity(self._graph.nodes[i]) for i in call.inputs)
-        return (call.func, inputs, repr((call.args, call.kwargs))), (call.func, inputs)
+    def _keys(self, call: Call) -> list[tuple[Any, ...]]:
+        """From the strictest on: a kernel may be told whether a backward will come, and a value be computed anew."""
+        nodes = [self._graph.nodes[i] for i in call.inputs]
+        inputs = tuple(map(self._identity, nodes))
+        learned = tuple(i for i, n in zip(inputs, nodes, strict=True) if n.learned and not n.data)
+        keys: list[tuple[Any, ...]] = [(call.func, inputs, repr((call.args, call.kwargs))), (call.func, inputs)]
+        return [*keys, (call.func, "learned", learned)] if learned else keys
 
     def _identity(self, node: Node) -> int | str:
         """Parameters may be gathered anew, and constants made anew, for every run."""

@@ -423,6 +423,42 @@ def test_checkpointing_changes_no_verdict(blocks: str, reentrant: bool, nested: 
         assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(*grads, strict=True))
 
 
+@pytest.mark.parametrize(("build", "status"), [(Scaled, "alive"), (Shut, "dead"), (Rooted, "nonfinite")])
+def test_a_reversible_block_computes_its_input_anew(build: type[Scaled], status: str) -> None:
+    """Nothing is saved but the output: the forward runs again on an input that no operation has seen."""
+
+    class Inverted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: Tensor, block: nn.Module, *parameters: Tensor) -> Tensor:
+            ctx.block, out = block, block(2.0 * x)
+            ctx.save_for_backward(out)
+            return out
+
+        @staticmethod
+        def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+            (out,) = ctx.saved_tensors
+            x = (out / 2.0).detach().requires_grad_()  # closed, the block is the identity
+            with torch.enable_grad():
+                again = ctx.block(2.0 * x)
+            torch.autograd.backward(again, grad)
+            return x.grad, None, *(None for _ in ctx.block.parameters())
+
+    class Reversible(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = build(value=0.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Inverted.apply(x, self.block, *self.block.parameters())
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Reversible(), nn.Linear(WIDTH, 2))
+    verdict = judged(model).gates["1.block.scale"]
+    assert verdict.status == status, verdict
+    if status != "alive":
+        assert Path(__file__).name in verdict.source
+
+
 def test_an_error_in_a_recomputed_forward_leaves_nothing_behind() -> None:
     class Fails(Scaled):
         runs = 0
