@@ -285,7 +285,9 @@ class ResidualInit(Callback):
 
     def on_before_backward(self, trainer: Any, pl_module: nn.Module, loss: Tensor) -> None:
         """The forward is done: every branch has to have contributed exactly nothing."""
-        observation = self._watch.observation
+        observation, waking = self._watch.observation, self._watch.waking
+        if waking is not None and waking.waiting:
+            waking.before_backward(pl_module, loss)
         if not pl_module.automatic_optimization:
             if observation is not None:
                 observation.link(loss)

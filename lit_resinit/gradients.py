@@ -19,7 +19,7 @@ from lit_resinit.flow import Flow, GradientProbe, Reason
 from lit_resinit.gates import INSERTED_NAME, holds
 from lit_resinit.identity import IdentityReport, peak_of, to_host
 from lit_resinit.plan import Branch, ResidualPlan
-from lit_resinit.trace import clean_name, is_sharded, whole
+from lit_resinit.trace import clean_name, is_sharded, local, whole
 from lit_resinit.words import in_columns, together, without_numbers
 
 Status = Literal["alive", "asleep", "dead", "missing", "nonfinite", "exploding"]
@@ -170,6 +170,8 @@ class _Judge:
         }
         self.judged = judged_parameters(plan)
         self.sizes = gradient_sizes(self.parameters)
+        if flow is not None:
+            self.sizes |= {n: h.kept for n, h in flow.hooked.items() if h.used}
         self.moving = self._moving() if flow is not None else set()
 
     def report(self) -> GradientReport:
@@ -195,6 +197,14 @@ class _Judge:
             return verdict("missing", "the model has no such parameter; apply the plan first")
         if size is None:
             return self._without_gradient(judged, parameter, verdict)
+        hooked = self.flow.hooked.get(judged.name) if self.flow is not None else None
+        if hooked is not None and size == 0.0 and hooked.sent != 0.0:
+            return verdict(
+                "dead", f"a hook on it turns its gradient ({hooked.sent:.3g}) into zero", source=hooked.source
+            )
+        if hooked is not None and math.isfinite(hooked.sent) and not math.isfinite(size):
+            why = f"a hook on it turns its finite gradient ({hooked.sent:.3g}) into NaN or inf"
+            return verdict("nonfinite", why, source=hooked.source)
         if not math.isfinite(size):
             return self._nonfinite(judged, verdict)
         edges = self.flow.edges.get(judged.name, []) if self.flow is not None else []
@@ -209,6 +219,8 @@ class _Judge:
             return verdict("asleep", "its whole block is frozen, and waits to be unfrozen or copied into")  # type: ignore[no-any-return]
         if not parameter.requires_grad:
             return verdict("missing", "it is frozen (requires_grad is False), so its branch stays closed for good")  # type: ignore[no-any-return]
+        if self.flow is None and steps_in_backward(parameter):
+            return verdict("asleep", "a hook on it may have used its gradient up; use `observe` to see it")  # type: ignore[no-any-return]
         reader = self.flow.reader(judged.name) if self.flow is not None else 0
         if reader is None:
             return verdict("asleep", "this batch did not run its branch")  # type: ignore[no-any-return]
@@ -256,7 +268,7 @@ class _Judge:
         if any(r.kind == "data" for r in reasons):
             return verdict("asleep", "this batch sent it no error (masked, dropped or cut off)")  # type: ignore[no-any-return]
         reason = min(reasons, key=lambda r: r.call)
-        return verdict("dead", self._broken_link(judged, reason), source=self.flow.graph.calls[reason.call].source)  # type: ignore[no-any-return]
+        return verdict("dead", self._broken_link(judged, reason), source=self.flow.source(reason.call))  # type: ignore[no-any-return]
 
     def _zero_and_alive(self) -> list[str]:
         return [
@@ -309,7 +321,11 @@ class _Judge:
             "slope": f"`{op}` has slope zero at zero",
             "cancel": f"the terms of `{op}` cancel, so the true gradient is zero and this one is rounding noise",
             "unreached": "the loss does not use it",
+            "hook": f"a hook on the output of `{op}` replaces it",
         }.get(reason.kind, f"`{op}` sends nothing back")
+        if reason.kind == "written":
+            line = next(line for (call, _), line in self.flow.written.items() if call == reason.call)
+            why = f"{self.flow.spelled(reason.call)} returns a zero that no error went into (made at {line})"
         if frozen:
             why += f", because {together(frozen)} is zero and frozen"
         elif judged.gate in reason.parameters and reason.kind == "factor":
@@ -331,17 +347,18 @@ class _Judge:
         if not births:
             return verdict("nonfinite", "the loss itself sends NaN or inf")  # type: ignore[no-any-return]
         birth = max(births)
-        call = self.flow.graph.calls[birth]
         end = self.flow.additions.get(judged.branch, -1)
-        op = ops.base_name(call.func)
-        if end >= 0 and birth > end:
-            cause = f"inherits NaN or inf from `{op}` after its block, where the error was still finite"
+        op = self.flow.spelled(birth)
+        if birth in self.flow.replaced:
+            cause = f"a hook on the output of {op} turns a finite error into NaN or inf"
+        elif end >= 0 and birth > end:
+            cause = f"inherits NaN or inf from {op} after its block, where the error was still finite"
         else:
             cause = (
-                f"`{op}` turns a finite error into NaN or inf: guard the argument of the operation, not its result "
+                f"{op} turns a finite error into NaN or inf: guard the argument of the operation, not its result "
                 "(its unselected branch still runs backward), or keep away from the point where it has no slope"
             )
-        return verdict("nonfinite", cause, source=call.source)  # type: ignore[no-any-return]
+        return verdict("nonfinite", cause, source=self.flow.source(birth))  # type: ignore[no-any-return]
 
     def _mark_origin(self, verdicts: dict[str, GateGradient]) -> None:
         """Where every affected gate only inherits the NaN, the loss (or the head) is the origin: say so once."""
@@ -411,6 +428,11 @@ def frozen_branches(branches: Sequence[Branch], parameters: dict[str, nn.Paramet
     return {b.name for b in branches if b.block not in trained}
 
 
+def steps_in_backward(parameter: Tensor) -> bool:
+    """Whether hooks run once the gradient is there, as those of an optimizer that steps in the backward."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
 def gradient_sizes(parameters: dict[str, nn.Parameter]) -> dict[str, float]:
     """Largest absolute gradient of every parameter that has one, in one transfer; of sharded ones over all ranks."""
     grads: dict[str, Tensor] = {}
@@ -475,6 +497,8 @@ class Observation:
 
     def stop(self) -> None:
         """Stop recording operations; the hooks on the autograd graph stay until :meth:`finish`."""
+        if self._probe is not None:
+            self._probe.close_windows()
         self._exit.close()
 
     def finish(self) -> None:
@@ -492,7 +516,7 @@ class Observation:
 
     def close(self) -> None:
         """Leave no hook, mode or tensor behind."""
-        self._exit.close()
+        self.stop()
         if self._probe is not None:
             self._probe.release()
             self._probe = None
@@ -552,12 +576,30 @@ def until_unfrozen(report: GradientReport, model: nn.Module) -> GradientReport:
     return GradientReport(gates)
 
 
+def leaves_behind(loss: Tensor, *, through_empty: bool = True) -> set[int]:
+    """``id`` of every leaf that the backward of a loss ends in."""
+    found: set[int] = set()
+    stack, seen = [loss.grad_fn], {loss.grad_fn}
+    while stack:
+        function: Any = stack.pop()
+        shapes = [m.shape for m in getattr(function, "_input_metadata", ())]
+        if function is None or not (through_empty or not shapes or any(0 not in shape for shape in shapes)):
+            continue
+        if hasattr(function, "variable"):
+            found.add(id(function.variable))
+        fresh = {f for f, _ in function.next_functions} - seen
+        seen |= fresh
+        stack += fresh
+    return found
+
+
 class Waking:
     """Gates that were asleep, judged again after each real optimizer step until they wake or ``patience`` is used up.
 
     Args:
         report: The first report.
-        patience: How many real steps a gate may sleep; those in which it is frozen or its branch not run do not count.
+        patience: How many real steps a gate may sleep; those in which it is frozen do not count, nor those in which its
+            branch did not run, or ran on nothing.
     """
 
     def __init__(self, report: GradientReport, patience: int) -> None:
@@ -566,6 +608,9 @@ class Waking:
         self.woke: dict[str, int] = {}
         self.slept = {n: 0 for n, g in report.gates.items() if g.status == "asleep"}
         self.unseen: dict[str, int] = {}
+        self._values: dict[str, Tensor] = {}
+        self._depends: set[str] = set()  # sleepers that a loss of this step depends on, and then of these
+        self._fed: set[str] = set()  # those that it depends on through values that are not empty
 
     @property
     def waiting(self) -> bool:
@@ -577,6 +622,12 @@ class Waking:
         again = [n for n in self.slept if n in slept]
         self.slept |= {n: slept[n] for n in again}
         return self._look(model, again)
+
+    def before_backward(self, model: nn.Module, loss: Tensor) -> None:
+        """Note which sleepers this loss depends on through empty tensors only, as an expert without tokens."""
+        names = {id(p): clean_name(n) for n, p in model.named_parameters() if clean_name(n) in self.slept}
+        self._depends |= {names[i] for i in leaves_behind(loss) if i in names}
+        self._fed |= {names[i] for i in leaves_behind(loss, through_empty=False) if i in names}
 
     def step(self, model: nn.Module) -> GradientReport:
         """Judge the sleepers by the gradients of one more real step."""
@@ -590,15 +641,30 @@ class Waking:
         for name in names:
             if name in parameters and not parameters[name].requires_grad:
                 continue
-            if sizes.get(name) is None and self._may_run_later(name):
+            if not sizes.get(name) and name in parameters and self._moved(name, parameters[name]):
+                self.woke[name] = self.steps
+                gates[name] = dataclasses.replace(gates[name], status="alive", cause="", waits_for=None)
+                del self.slept[name]
+                continue
+            size = None if name in self._depends - self._fed and sizes.get(name) == 0.0 else sizes.get(name)
+            if size is None and self._may_run_later(name):
                 continue
             self.slept[name] += 1
-            verdict = self._verdict(gates[name], sizes.get(name))
+            verdict = self._verdict(gates[name], size)
             if verdict.status != "asleep":
                 gates[name] = verdict
                 del self.slept[name]
+        self._depends, self._fed = set(), set()
         self.report = GradientReport(gates)
         return self.report
+
+    def _moved(self, name: str, parameter: Tensor) -> bool:
+        """Whether a gate moved since the last look, where the backward uses its gradient up: then it had one."""
+        if not steps_in_backward(parameter):
+            return False
+        before, now = self._values.get(name), local(parameter).detach().clone()
+        self._values[name] = now
+        return before is not None and not torch.equal(before, now)
 
     def _may_run_later(self, name: str) -> bool:
         """A step that did not run the branch (an expert without tokens, a dropped layer) says nothing of its gate."""
@@ -630,6 +696,12 @@ _NEXT: dict[str, str] = {
 }
 
 
+def _next(status: str, cause: str) -> str:
+    if "the backward of `" in cause:
+        return "return the true gradient there"
+    return "let that hook pass the gradient on as it is, or remove it" if "a hook on" in cause else _NEXT[status]
+
+
 def describe(report: GradientReport) -> str:
     """The report as a message: the origin by name, with the line; equal findings counted."""
     alarms = report.alarms
@@ -654,5 +726,5 @@ def describe(report: GradientReport) -> str:
         block = f" (branch {rows[0].branch})" if rows[0].branch else ""
         where = f", at {source}" if source else ""
         more = f" ({len(rows)} in all)" if len(rows) > 3 else ""
-        lines.append(f"- {names}{more}{block}: {status}: {cause}{where}. Next: {_NEXT[status]}.")
+        lines.append(f"- {names}{more}{block}: {status}: {cause}{where}. Next: {_next(status, cause)}.")
     return "\n".join(lines)

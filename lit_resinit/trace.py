@@ -13,7 +13,7 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -388,6 +388,19 @@ class Recorder(TorchDispatchMode):
         if not results and not written:
             return
         nodes = _Spelling(self, index, call, args, kwargs).nodes(results)
+        self._place(func, args, kwargs, results, nodes)
+        call.outputs = tuple(n for n in nodes if graph.nodes[n].call == index)
+
+    def _place(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        results: list[Tensor],
+        nodes: Sequence[int],
+    ) -> None:
+        """Note in which memory the results of an operation lie, and what in-place ones overwrite."""
+        written = ops.written_arguments(func)
         targets = [kwargs.get(w) if isinstance(w, str) else args[w] if w < len(args) else None for w in written]
         for position, (tensor, node) in enumerate(zip(results, nodes, strict=True)):
             overwrites = position < len(targets) and targets[position] is tensor
@@ -397,7 +410,6 @@ class Recorder(TorchDispatchMode):
                 self._remember(
                     tensor, node, fresh=not any(tensor is t for t in targets) and not self._aliases(tensor, args)
                 )
-        call.outputs = tuple(n for n in nodes if graph.nodes[n].call == index)
 
     def _aliases(self, tensor: Tensor, args: tuple[Any, ...]) -> bool:
         try:

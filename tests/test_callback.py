@@ -30,6 +30,7 @@ from networks import (
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import MeanMetric
 
@@ -381,6 +382,60 @@ def test_patience_ends_in_an_error(tmp_path: Path) -> None:
     with pytest.raises(GradientError, match="slept through 2 optimizer steps"):
         trainer(tmp_path, ours, max_steps=10, max_epochs=-1).fit(module, masked)
     assert ours.gradient_report.gates["net.0.scale"].status == "dead"
+
+
+class Expert(Masked):
+    """A masked branch for the rows whose first feature is positive."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (x[:, 0] > 0).nonzero()[:, 0]
+        return x.index_add(0, rows, super().forward(x[rows]) - x[rows])
+
+
+def test_batches_without_a_row_for_an_expert_do_not_use_up_its_patience(tmp_path: Path) -> None:
+    inputs = torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(0)).abs()
+    inputs[:32, 0] *= -1.0
+    batches = DataLoader(TensorDataset(inputs, torch.arange(40) % 3 // 2), batch_size=4)
+    module = Classifier(nn.Sequential(Expert(value=0.0), nn.Linear(WIDTH, 2)))
+    ours = ResidualInit(scheme="observe", patience=2, example_inputs=inputs[-4:])
+    trainer(tmp_path, ours, max_steps=10).fit(module, batches)
+    assert ours.gradient_report.gates["net.0.scale"].status == "alive"
+
+
+def test_a_forward_that_runs_again_in_the_backward_is_seen_through(tmp_path: Path) -> None:
+    """The recorder has gone by then: reentrant activation checkpointing in a Trainer."""
+
+    class Recomputed(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self:
+                x = checkpoint(block, x, use_reentrant=True)
+            return x
+
+    blocks = Recomputed(Scaled(value=0.0), Shut(value=0.0), Scaled(value=0.0))
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), blocks, nn.Linear(WIDTH, 2))
+    error = fit_to_error(Classifier(net), GradientError, tmp_path, scheme="observe")
+    assert [g.parameter for g in error.report.alarms] == ["net.1.1.scale"]
+    assert "`relu` has slope zero" in str(error)
+
+
+def test_an_optimizer_that_steps_in_the_backward_is_no_fault(tmp_path: Path) -> None:
+    """Neither for a gate with a gradient nor for those that sleep until a zero head has moved."""
+
+    class Fused(Classifier):
+        def on_fit_start(self) -> None:
+            for parameter in self.parameters():
+                parameter.register_post_accumulate_grad_hook(self.step)
+
+        def step(self, parameter: Tensor) -> None:
+            with torch.no_grad():
+                parameter -= 0.1 * parameter.grad
+            parameter.grad = None
+
+    module = Fused(stack(lambda: Scaled(value=0.0)))
+    nn.init.zeros_(module.net[-1].weight)
+    ours = ResidualInit(scheme="observe", patience=3)
+    trainer(tmp_path, ours, max_steps=6, max_epochs=-1).fit(module, data(WIDTH))
+    assert {g.status for g in ours.gradient_report.gates.values()} == {"alive"}
 
 
 # -------------------------------------------------------------------- refusals
