@@ -220,6 +220,10 @@ def is_not_forward(func: OpOverload) -> bool:
     return func.namespace == "prim" or _measuring.active or torch._C._current_graph_task_id() != -1
 
 
+def _holds_tensor(argument: Any) -> bool:
+    return any(isinstance(t, Tensor) for t in tree_iter(argument))
+
+
 class _Storage:
     """What is known about one piece of memory: the newest value, and the values of its views."""
 
@@ -372,8 +376,8 @@ class Recorder(TorchDispatchMode):
     def _begin(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         owner, line = locate(self.names, 2)
         inputs = tuple(self.node_of(a, owner) for a in tree_iter((args, kwargs)) if isinstance(a, Tensor))
-        numbers = tuple(None if any(isinstance(t, Tensor) for t in tree_iter(a)) else a for a in args)
-        others = {k: v for k, v in kwargs.items() if not isinstance(v, Tensor)}
+        numbers = tuple(None if _holds_tensor(a) else a for a in args)
+        others = {k: v for k, v in kwargs.items() if not _holds_tensor(v)}
         return Call(func, numbers, others, owner, line, user_line(2), inputs)
 
     def _finish(self, call: Call, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
