@@ -3,8 +3,9 @@
 Run as ``python -m benchmarks.peers [--small] [--blocks N ...] [--out FILE]``. The network is a residual MLP with a zero
 gate in every block. Each tool runs in a process of its own: processor time over that of a plain step of the same
 network, alternating, and how far it raises the process's peak memory above that of plain steps. What takes longer than
-the limit is stopped and says so. The last part is the least that watching can cost: the bytes of every gate, stream and
-branch, read once at the bandwidth of a large copy.
+the limit is stopped and says so. Then the closing itself, on a model that timm can close: its ResNet-50. The last part
+is the least that watching can cost: the bytes of every gate, stream and branch, read once at the bandwidth of a large
+copy.
 """
 
 from __future__ import annotations
@@ -120,9 +121,9 @@ def check_ours(training: Training) -> Work:
 
 
 def start_lsuv(training: Training) -> Work:
-    from lsuv import LSUVinit
+    from lsuv import lsuv_with_singlebatch
 
-    return lambda: LSUVinit(training.net, training.x, needed_std=1.0, verbose=False)
+    return lambda: lsuv_with_singlebatch(training.net, training.x, needed_std=1.0, verbose=False)
 
 
 def check_torchtest2(training: Training) -> Work:
@@ -194,6 +195,31 @@ def measure(depths: Sequence[int], small: bool) -> list[Row]:
     return rows
 
 
+# -------------------------------------------------------------------- closing a model that can be closed without us
+
+
+def closing_rows(repeats: int, size: int = 64) -> list[Row]:
+    """Closing timm's ResNet-50 by timm's own switch, and by ours, in plain steps of it."""
+    import timm
+
+    torch.manual_seed(0)
+    net = timm.create_model("resnet50", num_classes=10, zero_init_last=False)
+    training = Training("timm resnet50", net, torch.randn(16, 3, size, size))
+    works: dict[str, Work] = {
+        "lit_resinit": lambda: set_up(training),
+        "timm zero_init_last": lambda: net.init_weights(zero_init_last=True),
+    }
+    delivers = {
+        "lit_resinit": "any network, as it is; other weights untouched",
+        "timm zero_init_last": "timm's own models that have the switch; draws all weights anew",
+    }
+    found = ratios(training.step, works, repeats)
+    return [
+        {"closing": name, "steps": f"{r.median:.3f}", "quartiles": r.spread, "delivers": delivers[name]}
+        for name, r in found.items()
+    ]
+
+
 # -------------------------------------------------------------------- the least that it can cost
 
 
@@ -236,10 +262,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[Row]]:
         return {}
     tools = measure([4] if options.small else options.blocks, options.small)
     floor = [floor_row(4, 16, 8, 1)] if options.small else [floor_row(200, 256, 256, 7)]
-    packages = sorted({package for package, _, _ in TOOLS.values() if package})
-    text = [origin(*packages), "", table(tools), "", table(floor)]
+    closing = [] if options.small else closing_rows(5)
+    packages = sorted({package for package, _, _ in TOOLS.values() if package} | {"timm"})
+    text = [origin(*packages)]
+    for rows in (tools, closing, floor):
+        text += ["", table(rows)] if rows else []
     publish("\n".join(text), None if options.small else options.out)
-    return {"tools": tools, "floor": floor}
+    return {"tools": tools, "closing": closing, "floor": floor}
 
 
 if __name__ == "__main__":
