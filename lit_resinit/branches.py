@@ -214,10 +214,11 @@ class _Finder:
             scales = (*link.scales, node.index) if node.op == "scale" else link.scales
             region, whole = (node.region, node.inputs[0]) if node.op == "part" else (link.region, link.whole)
             return _Link(node.inputs[0], scales, region, whole)
-        if node.op == "mul":
+        if node.op in ("mul", "add"):  # a learned or constant factor, or bias, of the stream
             factor = self._factor(node)
             if factor is not None:
-                return _Link(factor[0], (*link.scales, node.index), link.region, link.whole)
+                scales = (*link.scales, node.index) if node.op == "mul" else link.scales
+                return _Link(factor[0], scales, link.region, link.whole)
         return None
 
     def _through_concatenation(self, link: _Link, node: Node) -> _Link | None:

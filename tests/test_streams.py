@@ -260,3 +260,22 @@ class Written(Plain):
 def test_rows_written_in_place_are_found_with_and_without_a_head(head: bool) -> None:
     model = nn.Sequential(Written(), Written(), *([nn.Linear(WIDTH, 2)] if head else []))
     assert [b.name for b in make_plan(model, torch.randn(4, WIDTH)).branches] == ["0", "1"]
+
+
+class Biased(Plain):
+    """A learned factor and bias on the skip, at one and zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.bias = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.bias) * self.factor + self.f(x)
+
+
+def test_bias_on_the_skip_is_part_of_the_stream() -> None:
+    model, x = nn.Sequential(Biased(), Biased(), nn.Linear(WIDTH, 2)), torch.randn(4, WIDTH)
+    plan = make_plan(model, x)
+    assert [(b.name, b.skip, b.factor) for b in plan.branches] == [(n, "identity", (f"{n}.factor",)) for n in "01"]
+    apply_(model, plan)
+    assert check_identity(model, plan, x).ok
