@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 
 from lit_resinit import ops
-from lit_resinit.trace import Graph, Node
+from lit_resinit.graph import Graph, Node
 
 # What a stream may pass and still be the stream: nothing here changes a value that it keeps.
 _STREAM_OPS = ops.MOVES | {"view", "part", "scale", "cat", "shift"}

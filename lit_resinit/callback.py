@@ -24,6 +24,7 @@ from lit_resinit.optimizers import (
     warn_about_rest,
     warn_about_still_gates,
 )
+from lit_resinit.places import clean_name
 from lit_resinit.plan import ResidualPlan, Scheme, check_arguments, check_patterns, plan_forward
 from lit_resinit.report.figures import activation_figure, takes_figures
 from lit_resinit.report.files import check_report, is_page, replace_file
@@ -32,7 +33,7 @@ from lit_resinit.report.tables import history_table
 from lit_resinit.schemes import apply_
 from lit_resinit.setups import may_come_later, refuse_copies, refuse_sharded, refuse_strategy
 from lit_resinit.steps import Watch
-from lit_resinit.trace import Run, call_model, clean_name
+from lit_resinit.trace import Run, call_model
 from lit_resinit.usefulness import Agreement, agreements, measure_usefulness
 from lit_resinit.watch import History, gate_statistics, metrics, to_record
 from lit_resinit.words import together

@@ -18,8 +18,9 @@ from lit_resinit.errors import GradientError
 from lit_resinit.flow import Flow, GradientProbe, Reason
 from lit_resinit.gates import INSERTED_NAME, holds
 from lit_resinit.identity import IdentityReport, peak_of, to_host
+from lit_resinit.places import clean_name
 from lit_resinit.plan import Branch, ResidualPlan
-from lit_resinit.trace import clean_name, is_sharded, local, whole
+from lit_resinit.tensors import is_sharded, local, whole
 from lit_resinit.words import in_columns, together, without_numbers
 
 Status = Literal["alive", "asleep", "dead", "missing", "nonfinite", "exploding"]

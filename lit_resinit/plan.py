@@ -14,8 +14,11 @@ from lit_resinit import ops
 from lit_resinit.branches import Addition, Address, NetworkUses, find_additions
 from lit_resinit.errors import GateError, NoBranchError
 from lit_resinit.gates import Gate, GateFinder, Tail, inserted_name
+from lit_resinit.graph import Graph
 from lit_resinit.naming import branch_names, is_below
-from lit_resinit.trace import Graph, Run, call_model, clean_name, no_collection, trace
+from lit_resinit.places import clean_name
+from lit_resinit.state import no_collection
+from lit_resinit.trace import Run, call_model, trace
 from lit_resinit.words import in_columns, in_common, together, without_numbers
 
 Scheme = Literal["auto", "zero", "insert", "last_layer", "sqrt_depth", "downscale", "observe"]

@@ -20,8 +20,8 @@ from lit_resinit.hooks import (
     insert_gate,
     mark_applied,
 )
+from lit_resinit.places import clean_name
 from lit_resinit.plan import Branch, ResidualPlan
-from lit_resinit.trace import clean_name
 
 _CONSTANT = 1e-6  # spread, relative to size, up to which a weight counts as constant
 _BIAS_SPREAD = 1e-2  # spread of a norm's bias that an initialisation does not give
