@@ -11,7 +11,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from lit_resinit.errors import GradientError, IdentityError, NoBranchError, ResInitError, TraceError, warn
-from lit_resinit.gradients import SLOW, GradientReport, Waking, until_unfrozen
+from lit_resinit.gradients import SLOW, GradientReport
 from lit_resinit.hooks import Applied, LoadHook, applied_plan, inserted_gates, mark_applied, was_closed
 from lit_resinit.identity import IdentityReport
 from lit_resinit.inputs import candidates, few_batches, give_back_loader, training_loss, training_step
@@ -35,6 +35,7 @@ from lit_resinit.setups import may_come_later, refuse_copies, refuse_sharded, re
 from lit_resinit.steps import Watch
 from lit_resinit.trace import Run, call_model
 from lit_resinit.usefulness import Agreement, agreements, measure_usefulness
+from lit_resinit.waking import Waking, until_unfrozen
 from lit_resinit.watch import History, gate_statistics, metrics, to_record
 from lit_resinit.words import together
 

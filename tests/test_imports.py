@@ -31,6 +31,7 @@ ORDER = [
     "identity",
     "flow",
     "gradients",
+    "waking",
     "optimizers",
     "watch",
     "steps",
