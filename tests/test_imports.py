@@ -30,6 +30,7 @@ ORDER = [
     "schemes",
     "identity",
     "flow",
+    "probe",
     "gradients",
     "waking",
     "optimizers",
