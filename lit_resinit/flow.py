@@ -94,7 +94,6 @@ class Flow:
             if node.call >= 0:
                 self._spelled.setdefault(node.call, []).append(node.index)
         self._explained: dict[int, frozenset[str]] = {}
-        self._probes: dict[tuple[object, ...], tuple[float, float] | None] = {}
         self.alive = {n for n, e in edges.items() if isinstance(n, str) and any(s > 0.0 for _, s in e)} - frozen
         self.state: dict[int, State] = {}
         self.reasons: dict[int, tuple[Reason, ...]] = {}
@@ -261,7 +260,6 @@ class Flow:
         """The zero parameters behind an all-zero value; ``<data>`` or ``<constant>`` where none is."""
         if node in self._explained:
             return self._explained[node]
-        self._explained[node] = frozenset()
         found: set[str] = set()
         stack, seen = [node], {node}
         while stack:
