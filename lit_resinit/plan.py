@@ -11,10 +11,11 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from lit_resinit import ops
-from lit_resinit.branches import Addition, Address, NetworkUses, find_additions
+from lit_resinit.branches import Addition, Address, find_additions
 from lit_resinit.errors import GateError, NoBranchError
 from lit_resinit.gates import Gate, GateFinder, Tail, inserted_name
 from lit_resinit.graph import Graph
+from lit_resinit.injections import closed_injections
 from lit_resinit.naming import branch_names, is_below
 from lit_resinit.places import clean_name
 from lit_resinit.state import no_collection
@@ -268,9 +269,10 @@ class _Planner:
     def __init__(self, model: nn.Module, graph: Graph, scheme: Scheme) -> None:
         self.model, self.graph, self.scheme = model, graph, scheme
         self.modules = {clean_name(n): m for n, m in model.named_modules(remove_duplicate=False)}
-        self.additions = find_additions(graph)
-        self.finder = GateFinder(graph, self.additions, model)
-        self.additions = sorted([*self.additions, *self._closed_injections()], key=lambda a: a.node)
+        found = find_additions(graph)
+        self.finder = GateFinder(graph, found, model)
+        injections = closed_injections(graph, found, self.finder)
+        self.additions = sorted([*found, *injections], key=lambda a: a.node)
         self.called: dict[str, list[tuple[int, ...]]] = {}
         for output in graph.outputs:
             self.called.setdefault(output.module, []).append(output.nodes)
@@ -330,16 +332,14 @@ class _Planner:
             for gate in gates if action == "insert" else ():
                 scaled |= {n[gate.leaf]: gate for n in self.called.get(gate.module, ()) if gate.leaf < len(n)}
         for node, (action, gates, tail) in decisions.items():
-            passed = [scaled[n] for n in tail.passed if n in scaled]
-            if action in ("zero", "last_layer") and passed and not tail.forks:
-                decisions[node] = "insert", [passed[0]], tail
-            elif action in ("zero", "last_layer", "insert") and tail.forks:
-                own = {id(leaf): next((scaled[n] for n in leaf.passed if n in scaled), None) for leaf in tail.leaves()}
-                closed = [g for leaf in tail.leaves() for g in leaf.gates if own[id(leaf)] is not None]
-                shared = [g for g in own.values() if g is not None]
-                if any(g in gates for g in closed):
-                    kept = [g for g in gates if g not in closed]
-                    decisions[node] = "insert", list(dict.fromkeys([*kept, *shared])), tail
+            if action not in ("zero", "last_layer", "insert"):
+                continue
+            own = {id(leaf): next((scaled[n] for n in leaf.passed if n in scaled), None) for leaf in tail.leaves()}
+            closed = [g for leaf in tail.leaves() for g in leaf.gates if own[id(leaf)] is not None]
+            shared = [g for g in own.values() if g is not None]
+            if any(g in gates for g in closed):
+                kept = [g for g in gates if g not in closed]
+                decisions[node] = "insert", list(dict.fromkeys([*kept, *shared])), tail
 
     def _nothing_found(self) -> str:
         return (
@@ -348,44 +348,6 @@ class _Planner:
             "without a skip would cut its signal for good, so nothing was changed. If the network does have residual "
             "blocks, the inputs did not reach them: pass other `example_inputs`."
         )
-
-    # ---------------------------------------------------------------- additions that arrive closed
-
-    def _closed_injections(self) -> list[Addition]:
-        """``x + zero_layer(y)`` adds nothing now and may add anything later: a branch, wherever ``y`` comes from."""
-        known, nodes = {a.node for a in self.additions}, self.graph.nodes
-        addresses = {a.node: a for a in self.additions}
-        found = []
-        counts: dict[tuple[str, str, str], int] = {}
-        for index, call in enumerate(self.graph.calls):
-            key = (call.owner, call.line, ops.base_name(call.func))
-            count = counts[key] = counts.get(key, -1) + 1
-            for position in call.outputs:
-                node = nodes[position]
-                if node.op != "add" or node.call != index or position in known or position in addresses:
-                    continue
-                left, right = node.inputs
-                if not (nodes[left].data and nodes[right].data and nodes[left].shape == nodes[right].shape):
-                    continue
-                for skip, branch in ((left, right), (right, left)):
-                    if self.finder.is_zero(branch) and not self.finder.is_zero(skip):
-                        address = Address(*key, count)
-                        found.append(
-                            Addition(
-                                position, skip, branch, skip, False, (), frozenset(), call.owner, address, root=skip
-                            )
-                        )
-                        break
-        uses = NetworkUses(self.graph, self.finder.readers)
-        return [a for a in found if self._ends_in_zero_layer(a) and uses.has(a.node)]
-
-    def _ends_in_zero_layer(self, addition: Addition) -> bool:
-        """Whether a layer of its own makes the branch zero; a part of its output is a shift beside scales."""
-        index = addition.branch
-        while self.graph.nodes[index].op in ("view", "clone", "_to_copy", "unsqueeze", "expand"):
-            index = self.graph.nodes[index].inputs[0]
-        layers = any(g.kind == "layer" for g in self.finder.closed_gates(addition))
-        return layers and self.graph.nodes[index].op != "part"
 
     # ---------------------------------------------------------------- one branch
 

@@ -24,6 +24,7 @@ ORDER = [
     "trace",
     "branches",
     "gates",
+    "injections",
     "naming",
     "plan",
     "hooks",
