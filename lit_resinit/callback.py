@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from lit_resinit.decisions import ResidualPlan, Scheme
 from lit_resinit.errors import GradientError, IdentityError, NoBranchError, ResInitError, TraceError, warn
 from lit_resinit.gradients import SLOW, GradientReport
 from lit_resinit.hooks import Applied, LoadHook, applied_plan, inserted_gates, mark_applied, was_closed
@@ -25,7 +26,7 @@ from lit_resinit.optimizers import (
     warn_about_still_gates,
 )
 from lit_resinit.places import clean_name
-from lit_resinit.plan import ResidualPlan, Scheme, check_arguments, check_patterns, plan_forward
+from lit_resinit.plan import check_arguments, check_patterns, plan_forward
 from lit_resinit.report.figures import activation_figure, takes_figures
 from lit_resinit.report.files import check_report, is_page, replace_file
 from lit_resinit.report.page import LivePage, about_run, clock, later

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from lit_resinit import ops
+from lit_resinit.decisions import Branch, ResidualPlan
 from lit_resinit.errors import GradientError
 from lit_resinit.flow import Flow, Reason
 from lit_resinit.gates import INSERTED_NAME, holds
 from lit_resinit.identity import IdentityReport, peak_of, to_host
 from lit_resinit.places import clean_name
-from lit_resinit.plan import Branch, ResidualPlan
 from lit_resinit.probe import GradientProbe
 from lit_resinit.tensors import is_sharded, whole
 from lit_resinit.words import in_columns, together, without_numbers

@@ -26,6 +26,7 @@ ORDER = [
     "gates",
     "injections",
     "naming",
+    "decisions",
     "plan",
     "hooks",
     "schemes",
