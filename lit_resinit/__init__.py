@@ -3,6 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from lit_resinit.decisions import Branch, ResidualPlan
 from lit_resinit.errors import (
     CheckpointError,
     FoldError,
@@ -19,7 +20,7 @@ from lit_resinit.errors import (
 from lit_resinit.gates import Gate
 from lit_resinit.gradients import GradientReport, check_gradients, observe
 from lit_resinit.identity import IdentityReport, check_identity
-from lit_resinit.plan import Branch, ResidualPlan, make_plan
+from lit_resinit.plan import make_plan
 from lit_resinit.schemes import ScalarGate, apply_, fold_, param_groups
 from lit_resinit.usefulness import measure_usefulness
 from lit_resinit.watch import History

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 
 from lit_resinit import ops
-from lit_resinit.trace import Graph, Node
+from lit_resinit.graph import Graph, Node
 
 # What a stream may pass and still be the stream: nothing here changes a value that it keeps.
 _STREAM_OPS = ops.MOVES | {"view", "part", "scale", "cat", "shift"}
@@ -66,26 +66,41 @@ def find_additions(graph: Graph) -> list[Addition]:
     return _Finder(graph).run()
 
 
+def addresses(graph: Graph) -> list[Address]:
+    """Where every operation runs, in the order of execution."""
+    found: list[Address] = []
+    counts: dict[tuple[str, str, str], int] = {}
+    for call in graph.calls:
+        key = (call.owner, call.line, ops.base_name(call.func))
+        counts[key] = counts.get(key, -1) + 1
+        found.append(Address(*key, counts[key]))
+    return found
+
+
+def visible_sums(graph: Graph) -> list[Node]:
+    """Every addition but the inner parts of an operation, which the model cannot see."""
+    return [n for n in graph.nodes if n.op == "add" and n.call >= 0 and n.index in graph.calls[n.call].outputs]
+
+
 class _Finder:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.nodes = graph.nodes
         self.found: dict[int, Addition] = {}
-        self.counts: dict[tuple[str, str, str], int] = {}
         self.readers = graph.consumers()
         self.lone_factors = False
         self.across_parts = False
 
     def run(self) -> list[Addition]:
-        addresses = self._addresses()
-        sums = [n for n in self.nodes if self._may_be_residual(n)]
+        where = addresses(self.graph)
+        sums = [n for n in visible_sums(self.graph) if math.prod(n.shape) > 1 and n.inputs[0] != n.inputs[1]]
         for node in sums:
-            self._note(self._residual(node, addresses[node.call]))
+            self._note(self._residual(node, where[node.call]))
         self._drop_summands()
         self._drop_inner_scaled()
-        self._find_lone_factors(sums, addresses)
+        self._find_lone_factors(sums, where)
         self._drop_sums_of_streams()
-        self._find_couplings(sums, addresses)
+        self._find_couplings(sums, where)
         self._drop_loss_terms()
         self.found = dict(sorted(self.found.items()))
         for addition in self.found.values():
@@ -97,21 +112,21 @@ class _Finder:
             self._link(addition)
             self.found[addition.node] = addition
 
-    def _find_lone_factors(self, sums: list[Node], addresses: list[Address]) -> None:
+    def _find_lone_factors(self, sums: list[Node], where: list[Address]) -> None:
         """``x + scale * pool(x)`` on the stream is a branch; inside another branch it is that branch's arithmetic."""
         inside = set[int]().union(*(a.interior for a in self.found.values()))
         self.lone_factors = True
         for node in sums:
             if node.index not in self.found and node.index not in inside:
-                self._note(self._residual(node, addresses[node.call]))
+                self._note(self._residual(node, where[node.call]))
 
-    def _find_couplings(self, sums: list[Node], addresses: list[Address]) -> None:
+    def _find_couplings(self, sums: list[Node], where: list[Address]) -> None:
         """``part + f(other part)`` is a branch where a stream goes on from that part."""
         self.across_parts = True
         carried = set(self._carried())
         for node in sums:
             if node.index in carried and node.index not in self.found:
-                self._note(self._residual(node, addresses[node.call]))
+                self._note(self._residual(node, where[node.call]))
 
     def _carried(self) -> dict[int, set[int]]:
         """The values that additions show as their skip, with these additions."""
@@ -120,20 +135,6 @@ class _Finder:
             for link in self._stream_chain(addition.skip):
                 skips.setdefault(link.node, set()).add(addition.node)
         return skips
-
-    def _addresses(self) -> list[Address]:
-        addresses = []
-        for call in self.graph.calls:
-            op = ops.base_name(call.func)
-            key = (call.owner, call.line, op)
-            count = self.counts[key] = self.counts.get(key, -1) + 1
-            addresses.append(Address(call.owner, call.line, op, count))
-        return addresses
-
-    def _may_be_residual(self, node: Node) -> bool:
-        if node.op != "add" or node.call < 0 or node.index not in self.graph.calls[node.call].outputs:
-            return False  # an inner part of an operation is nothing that the model could see
-        return math.prod(node.shape) > 1 and node.inputs[0] != node.inputs[1]
 
     def _residual(self, node: Node, address: Address) -> Addition | None:
         left, right = node.inputs

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from lit_resinit import ops
 from lit_resinit.branches import Addition
-from lit_resinit.trace import Graph, Node, clean_name
+from lit_resinit.graph import Graph, Node
+from lit_resinit.places import clean_name
 
 GateKind = Literal["norm", "scale", "layer", "inserted"]
 

@@ -14,17 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from lit_resinit import ops
+from lit_resinit.decisions import Branch, ResidualPlan
 from lit_resinit.errors import GradientError
-from lit_resinit.flow import Flow, GradientProbe, Reason
+from lit_resinit.flow import Flow, Reason
 from lit_resinit.gates import INSERTED_NAME, holds
 from lit_resinit.identity import IdentityReport, peak_of, to_host
-from lit_resinit.plan import Branch, ResidualPlan
-from lit_resinit.trace import clean_name, is_sharded, local, whole
+from lit_resinit.places import clean_name
+from lit_resinit.probe import GradientProbe
+from lit_resinit.tensors import is_sharded, whole
 from lit_resinit.words import in_columns, together, without_numbers
 
 Status = Literal["alive", "asleep", "dead", "missing", "nonfinite", "exploding"]
 EXPLODING = 1e6  # times the median over gates
-UNSEEN = 50  # steps without any gradient after which a branch that never ran is missing
 SLOW = 1e-3  # slope below which a start is slow
 _SMALLEST = float(torch.finfo(torch.float32).tiny)  # below it a gradient has lost its digits and says nothing of size
 ALARMS: tuple[Status, ...] = ("nonfinite", "dead", "missing")
@@ -561,130 +562,6 @@ def observe(model: nn.Module, plan: ResidualPlan, inputs: Any = ()) -> Iterator[
         seen.finish()
     finally:
         seen.close()
-
-
-# -------------------------------------------------------------------- later steps
-
-
-def until_unfrozen(report: GradientReport, model: nn.Module) -> GradientReport:
-    """The report with gates that are frozen now, but will be unfrozen later, as sleepers instead of an alarm."""
-    frozen = {clean_name(n) for n, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    gates = dict(report.gates)
-    for name, gate in report.gates.items():
-        if gate.status == "missing" and name in frozen:
-            gates[name] = dataclasses.replace(gate, status="asleep", cause="it is frozen until it is unfrozen")
-    return GradientReport(gates)
-
-
-def leaves_behind(loss: Tensor, *, through_empty: bool = True) -> set[int]:
-    """``id`` of every leaf that the backward of a loss ends in."""
-    found: set[int] = set()
-    stack, seen = [loss.grad_fn], {loss.grad_fn}
-    while stack:
-        function: Any = stack.pop()
-        shapes = [m.shape for m in getattr(function, "_input_metadata", ())]
-        if function is None or not (through_empty or not shapes or any(0 not in shape for shape in shapes)):
-            continue
-        if hasattr(function, "variable"):
-            found.add(id(function.variable))
-        fresh = {f for f, _ in function.next_functions} - seen
-        seen |= fresh
-        stack += fresh
-    return found
-
-
-class Waking:
-    """Gates that were asleep, judged again after each real optimizer step until they wake or ``patience`` is used up.
-
-    Args:
-        report: The first report.
-        patience: How many real steps a gate may sleep; those in which it is frozen do not count, nor those in which its
-            branch did not run, or ran on nothing.
-    """
-
-    def __init__(self, report: GradientReport, patience: int) -> None:
-        self.report, self.patience = report, patience
-        self.steps = 0
-        self.woke: dict[str, int] = {}
-        self.slept = {n: 0 for n, g in report.gates.items() if g.status == "asleep"}
-        self.unseen: dict[str, int] = {}
-        self._values: dict[str, Tensor] = {}
-        self._depends: set[str] = set()  # sleepers that a loss of this step depends on, and then of these
-        self._fed: set[str] = set()  # those that it depends on through values that are not empty
-
-    @property
-    def waiting(self) -> bool:
-        """Whether some gate is still asleep."""
-        return bool(self.slept)
-
-    def resume(self, model: nn.Module, slept: dict[str, int]) -> GradientReport:
-        """Go on with what gates had slept before a checkpoint; the first report was one more look at them."""
-        again = [n for n in self.slept if n in slept]
-        self.slept |= {n: slept[n] for n in again}
-        return self._look(model, again)
-
-    def before_backward(self, model: nn.Module, loss: Tensor) -> None:
-        """Note which sleepers this loss depends on through empty tensors only, as an expert without tokens."""
-        names = {id(p): clean_name(n) for n, p in model.named_parameters() if clean_name(n) in self.slept}
-        self._depends |= {names[i] for i in leaves_behind(loss) if i in names}
-        self._fed |= {names[i] for i in leaves_behind(loss, through_empty=False) if i in names}
-
-    def step(self, model: nn.Module) -> GradientReport:
-        """Judge the sleepers by the gradients of one more real step."""
-        self.steps += 1
-        return self._look(model, list(self.slept))
-
-    def _look(self, model: nn.Module, names: list[str]) -> GradientReport:
-        parameters = {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
-        sizes = gradient_sizes({n: p for n, p in parameters.items() if n in self.report.gates})
-        gates = dict(self.report.gates)
-        for name in names:
-            if name in parameters and not parameters[name].requires_grad:
-                continue
-            if not sizes.get(name) and name in parameters and self._moved(name, parameters[name]):
-                self.woke[name] = self.steps
-                gates[name] = dataclasses.replace(gates[name], status="alive", cause="", waits_for=None)
-                del self.slept[name]
-                continue
-            size = None if name in self._depends - self._fed and sizes.get(name) == 0.0 else sizes.get(name)
-            if size is None and self._may_run_later(name):
-                continue
-            self.slept[name] += 1
-            verdict = self._verdict(gates[name], size)
-            if verdict.status != "asleep":
-                gates[name] = verdict
-                del self.slept[name]
-        self._depends, self._fed = set(), set()
-        self.report = GradientReport(gates)
-        return self.report
-
-    def _moved(self, name: str, parameter: Tensor) -> bool:
-        """Whether a gate moved since the last look, where the backward uses its gradient up: then it had one."""
-        if not steps_in_backward(parameter):
-            return False
-        before, now = self._values.get(name), local(parameter).detach().clone()
-        self._values[name] = now
-        return before is not None and not torch.equal(before, now)
-
-    def _may_run_later(self, name: str) -> bool:
-        """A step that did not run the branch (an expert without tokens, a dropped layer) says nothing of its gate."""
-        self.unseen[name] = self.unseen.get(name, 0) + 1
-        return self.unseen[name] < UNSEEN
-
-    def _verdict(self, gate: GateGradient, size: float | None) -> GateGradient:
-        if size is not None and not math.isfinite(size):
-            return dataclasses.replace(gate, status="nonfinite", size=size, cause="NaN or inf on waking")
-        if size:
-            self.woke[gate.parameter] = self.steps
-            return dataclasses.replace(gate, status="alive", cause="", waits_for=None, size=size)
-        slept = self.slept[gate.parameter]
-        if size is None and self.unseen.get(gate.parameter) == UNSEEN:
-            cause = f"no gradient came in {UNSEEN} optimizer steps: {gate.cause}"
-            return dataclasses.replace(gate, status="missing", cause=cause)
-        if slept < self.patience:
-            return gate
-        cause = f"it slept through {slept} optimizer steps: {gate.cause}"
-        return dataclasses.replace(gate, status="missing" if size is None else "dead", cause=cause)
 
 
 # -------------------------------------------------------------------- words

@@ -14,10 +14,16 @@ from torch.utils._pytree import tree_iter
 
 from lit_resinit import ops
 from lit_resinit.branches import Address
+from lit_resinit.decisions import CONSTANT_SCHEMES, Branch, ResidualPlan
 from lit_resinit.errors import IdentityError
 from lit_resinit.gates import Gate, holds
-from lit_resinit.plan import CONSTANT_SCHEMES, Branch, ResidualPlan, as_arguments
-from lit_resinit.trace import Call, Recorder, clean_name, keep_rng, keep_state, local, measuring, no_collection, whole
+from lit_resinit.graph import Call
+from lit_resinit.measuring import measuring
+from lit_resinit.places import clean_name
+from lit_resinit.plan import as_arguments
+from lit_resinit.state import keep_rng, keep_state, no_collection
+from lit_resinit.tensors import local, whole
+from lit_resinit.trace import Recorder
 from lit_resinit.words import together, without_numbers
 
 Cause = Literal["unzeroed scale", "bias after scale", "ungated branch", "nonfinite branch", "stream changed"]

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lit_resinit.errors import NoBranchError, ResInitError, TraceError
 from lit_resinit.plan import as_arguments
-from lit_resinit.trace import keep_rng
+from lit_resinit.state import keep_rng
 
 SMALL = 4  # items; batch statistics need more than one
 

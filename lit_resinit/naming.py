@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from lit_resinit import ops
 from lit_resinit.branches import Addition, child_of
-from lit_resinit.trace import Graph
+from lit_resinit.graph import Graph
 
 
 def branch_names(graph: Graph, additions: Sequence[Addition], ends: dict[int, list[int]]) -> dict[int, str]:

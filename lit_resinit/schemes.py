@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lit_resinit.decisions import Branch, ResidualPlan
 from lit_resinit.errors import FoldError, ResInitError, TrainedWeightsError
 from lit_resinit.gates import Gate, inserted_name
 from lit_resinit.hooks import (
@@ -20,8 +21,7 @@ from lit_resinit.hooks import (
     insert_gate,
     mark_applied,
 )
-from lit_resinit.plan import Branch, ResidualPlan
-from lit_resinit.trace import clean_name
+from lit_resinit.places import clean_name
 
 _CONSTANT = 1e-6  # spread, relative to size, up to which a weight counts as constant
 _BIAS_SPREAD = 1e-2  # spread of a norm's bias that an initialisation does not give

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import copy
-import dataclasses
 import functools
-import gc
 import logging
-import os
-import random
-import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,199 +18,17 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from lit_resinit import ops
 from lit_resinit.errors import TraceError
+from lit_resinit.graph import Call, Graph, ModuleOutput
+from lit_resinit.measuring import is_not_forward, measuring
+from lit_resinit.places import aliases, clean_name, locate, module_names, user_line
+from lit_resinit.spelling import Spelling
+from lit_resinit.state import host_random_state, keep_rng, keep_state
+from lit_resinit.tensors import geometry
 
-TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _DRAWS = 12  # more forwards where one draws lots (layer drop), the fullest of which is kept
-PACKAGE_FOLDER = os.path.dirname(__file__) + os.sep
-# Frames between an operation and the mode that records it.
-_MACHINERY = (
-    PACKAGE_FOLDER,
-    *(TORCH_FOLDER + name for name in ("_dynamo", "_compile", "_ops.py", "utils/_python_dispatch")),
-)
-COMPILED_PREFIX = "_orig_mod."
 _DEVICE = torch.ops.prim.device.default
 
 Run = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Node:
-    """One value of the graph: a leaf (parameter, buffer, input, constant) or the output of an operation.
-
-    ``region`` is the part of its input that a partial view shows, ``shown`` the operand where that is a concatenation.
-
-    An operation that ATen fuses is written as its parts (``addmm`` is a product and an addition, a norm with affine
-    weights is a norm, a product and an addition), so that one rule fits all spellings.
-    """
-
-    index: int
-    op: str
-    inputs: tuple[int, ...]
-    call: int
-    shape: tuple[int, ...]
-    name: str = ""
-    data: bool = False
-    learned: bool = False
-    noise: bool = False
-    region: tuple[Any, ...] | None = None
-    number: float | None = None
-    shown: int | None = None
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Call:
-    """One executed operation, with the module and the source line that ran it."""
-
-    func: OpOverload
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    owner: str
-    line: str
-    source: str
-    inputs: tuple[int, ...] = ()
-    outputs: tuple[int, ...] = ()
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class ModuleOutput:
-    """What one call of a module returned: the node of every tensor in it, in order."""
-
-    module: str
-    nodes: tuple[int, ...]
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Graph:
-    """The data flow of one forward, in the order of execution (inputs come before what reads them)."""
-
-    nodes: list[Node] = dataclasses.field(default_factory=list)
-    calls: list[Call] = dataclasses.field(default_factory=list)
-    outputs: list[ModuleOutput] = dataclasses.field(default_factory=list)
-    executed: dict[str, int] = dataclasses.field(default_factory=dict)
-    aliases: dict[str, list[str]] = dataclasses.field(default_factory=dict)
-    lots: int = 0
-
-    def owner(self, node: int) -> str:
-        """Dotted name of the module that ran the node's operation."""
-        call = self.nodes[node].call
-        return self.calls[call].owner if call >= 0 else ""
-
-    def is_inside(self, node: int, block: str) -> bool:
-        """Whether a module below ``block`` ran the node's operation, under whichever of its names."""
-        owner = self.owner(node)
-        return not block or any(n == block or n.startswith(block + ".") for n in (owner, *self.aliases.get(owner, ())))
-
-    def source(self, node: int) -> str:
-        """``file.py:line`` of the node's operation, empty for a leaf."""
-        call = self.nodes[node].call
-        return self.calls[call].source if call >= 0 else ""
-
-    def consumers(self) -> list[list[int]]:
-        """For every node the nodes that read it."""
-        readers: list[list[int]] = [[] for _ in self.nodes]
-        for node in self.nodes:
-            for source in node.inputs:
-                readers[source].append(node.index)
-        return readers
-
-
-def module_names(model: nn.Module) -> dict[int, str]:
-    """Dotted name of every module by identity, without the prefix that ``torch.compile`` adds."""
-    return {id(module): clean_name(name) for name, module in model.named_modules()}
-
-
-def _aliases(model: nn.Module, names: dict[int, str]) -> dict[str, list[str]]:
-    """The other names of modules that are registered in several places, by the first."""
-    found: dict[str, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        first = names[id(module)]
-        if clean_name(name) != first:
-            found.setdefault(first, []).append(clean_name(name))
-    return found
-
-
-def clean_name(name: str) -> str:
-    """A dotted name as the state dict of the uncompiled model has it."""
-    return (name + ".").replace(COMPILED_PREFIX, "")[:-1] if "_orig_mod" in name else name
-
-
-def locate(names: dict[int, str], depth: int) -> tuple[str, str]:
-    """Module whose code is running, and the line of that code, found on the stack.
-
-    Hooks are blind where a parent calls ``child.forward`` directly; the stack is not.
-    """
-    frame = sys._getframe(depth)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_MACHINERY):
-        frame = frame.f_back
-    line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-    while frame is not None:
-        code = frame.f_code
-        if code.co_argcount:
-            owner = names.get(id(frame.f_locals.get(code.co_varnames[0])))
-            if owner is not None:
-                return owner, f"{code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "", line
-
-
-def user_line(depth: int) -> str:
-    """``file.py:line`` of the innermost frame outside torch and this package, else the innermost frame."""
-    frame = sys._getframe(depth)
-    first = frame
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((TORCH_FOLDER, PACKAGE_FOLDER)):
-            return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return f"{first.f_code.co_filename}:{first.f_lineno}"
-
-
-class _Measuring(threading.local):
-    active = False
-
-
-_measuring = _Measuring()
-
-
-class measuring:  # noqa: N801 - used as a function
-    """Operations inside are this package's own measurements: no gradient, and no mode of any kind sees them."""
-
-    __slots__ = ("_before", "_grad", "_guard")
-
-    def __enter__(self) -> None:
-        self._before, _measuring.active = _measuring.active, True
-        self._grad = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        self._guard = torch._C._DisableTorchDispatch()
-
-    def __exit__(self, *exc: Any) -> None:
-        del self._guard
-        torch._C._set_grad_enabled(self._grad)
-        _measuring.active = self._before
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether several ranks hold a part of the tensor each (``DTensor``)."""
-    return hasattr(tensor, "full_tensor")
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Of a sharded tensor the part that this rank holds; any other tensor as it is."""
-    part: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A sharded tensor gathered from its ranks, which all have to call this; any other tensor as it is."""
-    if not is_sharded(tensor):
-        return tensor
-    with torch.no_grad():
-        return tensor.full_tensor()  # type: ignore[attr-defined, no-any-return]
-
-
-def is_not_forward(func: OpOverload) -> bool:
-    """Whether an operation is none of the network's forward: a query, a backward pass, or a measurement of ours."""
-    return func.namespace == "prim" or _measuring.active or torch._C._current_graph_task_id() != -1
 
 
 def _holds_tensor(argument: Any) -> bool:
@@ -232,10 +43,6 @@ class _Storage:
     def __init__(self, keep: Any, latest: int) -> None:
         self.keep, self.latest = keep, latest
         self.views: dict[tuple[Any, ...], int] = {}
-
-
-def _geometry(tensor: Tensor) -> tuple[Any, ...]:
-    return (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
 
 
 class Recorder(TorchDispatchMode):
@@ -256,7 +63,7 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.names = module_names(model)
-        self.graph = Graph(aliases=_aliases(model, self.names))
+        self.graph = Graph(aliases=aliases(model, self.names))
         self._keep_storage = keep_storage
         self._memory: dict[int, _Storage] = {}
         self._objects: dict[int, tuple[Any, int]] = {}
@@ -305,7 +112,7 @@ class Recorder(TorchDispatchMode):
         known = None if anew else self._find(tensor)
         if known is not None:
             return known
-        index = self._add_node(op, (), -1, tuple(tensor.shape), name=name, data=data, learned=learned)
+        index = self.graph.add(op, (), -1, tuple(tensor.shape), name=name, data=data, learned=learned)
         self._remember(tensor, index, fresh=True)
         return index
 
@@ -317,7 +124,7 @@ class Recorder(TorchDispatchMode):
             return None if found is None else found[1]
         if record is None:
             return None
-        return record.views.get(_geometry(tensor), record.latest)
+        return record.views.get(geometry(tensor), record.latest)
 
     def _remember(self, tensor: Tensor, index: int, *, fresh: bool) -> None:
         try:
@@ -330,7 +137,7 @@ class Recorder(TorchDispatchMode):
         if record is None or fresh:
             keep = storage if self._keep_storage else torch.multiprocessing.reductions.StorageWeakRef(storage)
             record = self._memory[key] = _Storage(keep, index)
-        record.views[_geometry(tensor)] = index
+        record.views[geometry(tensor)] = index
 
     def node_of(self, tensor: Tensor, owner: str = "") -> int:
         """Index of the node behind a tensor; an unknown one is a constant, or a parameter of the running module."""
@@ -348,28 +155,6 @@ class Recorder(TorchDispatchMode):
             if parameter is tensor:
                 return f"{owner}.{name}" if owner else name
         return ""
-
-    def _add_node(
-        self,
-        op: str,
-        inputs: tuple[int, ...],
-        call: int,
-        shape: tuple[int, ...],
-        *,
-        name: str = "",
-        data: bool = False,
-        learned: bool = False,
-        noise: bool = False,
-        region: tuple[Any, ...] | None = None,
-        number: float | None = None,
-    ) -> int:
-        nodes = self.graph.nodes
-        for source in inputs:
-            node = nodes[source]
-            data, learned, noise = data or node.data, learned or node.learned, noise or node.noise
-        index = len(nodes)
-        nodes.append(Node(index, op, inputs, call, shape, name, data, learned, noise, region, number))
-        return index
 
     # ---------------------------------------------------------------- one operation
 
@@ -391,7 +176,7 @@ class Recorder(TorchDispatchMode):
             graph.lots += 1
         if not results and not written:
             return
-        nodes = _Spelling(self, index, call, args, kwargs).nodes(results)
+        nodes = Spelling(graph, index, call, args, kwargs, self.node_of).nodes(results)
         self._place(func, args, kwargs, results, nodes)
         call.outputs = tuple(n for n in nodes if graph.nodes[n].call == index)
 
@@ -435,7 +220,7 @@ class Recorder(TorchDispatchMode):
             self._remember(tensor, node, fresh=True)
             return
         record.latest = node
-        record.views = {_geometry(tensor): node}
+        record.views = {geometry(tensor): node}
 
     def _note_output(self, module: nn.Module, args: Any, output: Any) -> None:
         name = self.names.get(id(module))
@@ -443,229 +228,6 @@ class Recorder(TorchDispatchMode):
             return
         nodes = [self._find(t) for t in tree_iter(output) if isinstance(t, Tensor)]
         self.graph.outputs.append(ModuleOutput(name, tuple(-1 if n is None else n for n in nodes)))
-
-
-class _Spelling:
-    """Writes one operation as its parts: product, addition, norm, and so on."""
-
-    def __init__(
-        self, recorder: Recorder, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        self._recorder, self._index, self._call = recorder, index, call
-        schema = call.func._schema.arguments
-        self._arguments = {schema[i].name: a for i, a in enumerate(args)} | kwargs
-        self._base = ops.base_name(call.func)
-
-    def nodes(self, results: list[Tensor]) -> list[int]:
-        shapes = [tuple(r.shape) for r in results]
-        if not results:
-            return []
-        method = getattr(self, f"_spell_{self._base}", None)
-        first = method(shapes[0]) if method is not None else None
-        if first is None and self._base in ops.NORMS:
-            first = self._affine("norm", shapes[0])
-        if first is None:
-            return [self._generic(r, s) for r, s in zip(results, shapes, strict=True)]
-        return [first, *(self._add("statistic", self._call.inputs, s) for s in shapes[1:])]
-
-    def _node(self, name: str) -> int | None:
-        value = self._arguments.get(name)
-        return self._recorder.node_of(value) if isinstance(value, Tensor) else None
-
-    def _add(self, op: str, inputs: tuple[int, ...], shape: tuple[int, ...], **more: Any) -> int:
-        return self._recorder._add_node(op, inputs, self._index, shape, **more)
-
-    def _generic(self, result: Tensor, shape: tuple[int, ...]) -> int:
-        nodes = self._recorder.graph.nodes
-        base, inputs = self._base, self._call.inputs
-        region = None
-        shown = None
-        if base in ops.PARTIAL_VIEWS and inputs:
-            shown = self._shown_operand(result)
-            region = _geometry(result) if shape != nodes[inputs[0]].shape else None
-            base = "part" if region is not None else "view"
-        elif base in ("detach", "lift_fresh") and inputs:
-            return inputs[0]
-        elif self._call.func.is_view:
-            base = "view"
-        noise = ops.is_random(self._call.func) and base not in ops.ATTENTION and "dropout" not in base
-        latent = base in ops.NORMAL_NOISE  # a network may be fed by noise
-        if base in ops.FACTORIES:
-            inputs = tuple(
-                i for i in inputs[1:] if not isinstance(self._arguments.get("self"), Tensor) or base == "fill"
-            )
-        index = self._add(base, inputs, shape, data=latent, noise=noise, region=region)
-        nodes[index].shown = shown
-        return index
-
-    def _shown_operand(self, result: Tensor) -> int | None:
-        """The operand of a concatenation that a partial view of it shows again."""
-        graph, whole = self._recorder.graph, self._arguments["self"]
-        node = graph.nodes[self._call.inputs[0]]
-        if node.op not in ("cat", "stack") or not whole.is_contiguous():
-            return None
-        call, shown = graph.calls[node.call], _geometry(result)
-        dim = (call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", 0)) % whole.dim()
-        offset, strides = whole.storage_offset(), list(whole.stride())
-        step = strides.pop(dim) if node.op == "stack" else strides[dim]
-        for operand in node.inputs:
-            shape = graph.nodes[operand].shape
-            if shown == (offset, shape, tuple(strides)):
-                return operand
-            offset += step * (shape[dim] if node.op == "cat" and len(shape) > dim else 1)
-        return None
-
-    def _sum(self, left: int | None, right: int | None, shape: tuple[int, ...]) -> int | None:
-        if left is None or right is None:
-            return None
-        return self._add("add", (left, right), shape)
-
-    def _scaled(self, node: int | None, factor: Any, shape: tuple[int, ...]) -> int | None:
-        return node if isinstance(factor, Tensor) or factor == 1 else self._times(node, factor, shape)
-
-    def _times(self, node: int | None, factor: Any, shape: tuple[int, ...]) -> int | None:
-        if node is None or not isinstance(factor, int | float | complex):
-            return None
-        return self._add("scale", (node,), shape, number=float(factor) if not isinstance(factor, complex) else None)
-
-    def _spell_add(self, shape: tuple[int, ...]) -> int | None:
-        left, right = self._node("self"), self._node("other")
-        if left is None or right is None:
-            other = self._arguments.get("other")
-            if left is not None and isinstance(other, int | float):
-                return self._add("shift", (left,), shape, number=float(other) * float(self._arguments.get("alpha", 1)))
-            return None
-        return self._sum(left, self._scaled(right, self._arguments.get("alpha", 1), shape), shape)
-
-    def _spell_sub(self, shape: tuple[int, ...]) -> int | None:
-        left, right = self._node("self"), self._node("other")
-        if left is None or right is None:
-            other = self._arguments.get("other")
-            if left is not None and isinstance(other, int | float):
-                return self._add("shift", (left,), shape, number=-float(other) * float(self._arguments.get("alpha", 1)))
-            return None
-        return self._sum(left, self._scaled(right, -float(self._arguments.get("alpha", 1)), shape), shape)
-
-    def _spell_rsub(self, shape: tuple[int, ...]) -> int | None:
-        node, other = (
-            self._scaled(self._node("self"), -float(self._arguments.get("alpha", 1)), shape),
-            self._node("other"),
-        )
-        if other is not None:
-            return self._sum(other, node, shape)
-        number = self._arguments.get("other")
-        return None if node is None else self._add("shift", (node,), shape, number=float(number or 0.0))
-
-    def _spell_mul(self, shape: tuple[int, ...]) -> int | None:
-        left, right = self._node("self"), self._node("other")
-        if left is not None and right is not None:
-            return self._add("mul", (left, right), shape)
-        return self._times(left, self._arguments.get("other"), shape)
-
-    def _spell_div(self, shape: tuple[int, ...]) -> int | None:
-        left, right = self._node("self"), self._node("other")
-        if "rounding_mode" in self._arguments and self._arguments["rounding_mode"] is not None:
-            return None
-        if left is not None and right is not None:
-            inverse = self._add("reciprocal", (right,), self._recorder.graph.nodes[right].shape)
-            return self._add("mul", (left, inverse), shape)
-        divisor = self._arguments.get("other")
-        return self._times(left, 1.0 / divisor, shape) if divisor and not isinstance(divisor, Tensor) else None
-
-    def _spell_neg(self, shape: tuple[int, ...]) -> int | None:
-        return self._times(self._node("self"), -1.0, shape)
-
-    def _product_sum(self, first: str, second: str, op: str, shape: tuple[int, ...]) -> int | None:
-        left, right, start = self._node(first), self._node(second), self._node("self")
-        if left is None or right is None or start is None:
-            return None
-        product = self._add(op, (left, right), shape)
-        product = self._scaled(product, self._arguments.get("alpha", self._arguments.get("value", 1)), shape) or product
-        if self._arguments.get("beta", 1) == 0:
-            return product
-        return self._add("add", (start, product), shape)
-
-    def _spell_addmm(self, shape: tuple[int, ...]) -> int | None:
-        return self._product_sum("mat1", "mat2", "mm", shape)
-
-    def _spell_addmv(self, shape: tuple[int, ...]) -> int | None:
-        return self._product_sum("mat", "vec", "mm", shape)
-
-    def _spell_baddbmm(self, shape: tuple[int, ...]) -> int | None:
-        return self._product_sum("batch1", "batch2", "bmm", shape)
-
-    def _spell_addbmm(self, shape: tuple[int, ...]) -> int | None:
-        return self._product_sum("batch1", "batch2", "bmm", shape)
-
-    def _spell_addcmul(self, shape: tuple[int, ...]) -> int | None:
-        return self._product_sum("tensor1", "tensor2", "mul", shape)
-
-    def _spell_lerp(self, shape: tuple[int, ...]) -> int | None:
-        start, end = self._node("self"), self._node("end")
-        if start is None or end is None:
-            return None
-        minus = self._add("scale", (start,), shape, number=-1.0)
-        difference = self._add("add", (end, minus), shape)
-        weight = self._node("weight")
-        if weight is None:
-            step = self._scaled(difference, self._arguments["weight"], shape) or difference
-        else:
-            step = self._add("mul", (difference, weight), shape)
-        return self._add("add", (start, step), shape)
-
-    def _affine(self, op: str, shape: tuple[int, ...], source: str = "input") -> int | None:
-        node, weight, bias = self._node(source), self._node("weight"), self._node("bias")
-        if node is None:
-            return None
-        if op == "norm":
-            node = self._add("norm", (node,), shape)
-            if weight is not None:
-                node = self._add("mul", (node, weight), shape)
-        elif weight is not None:
-            node = self._add(op, (node, weight), shape)
-        return node if bias is None else self._add("add", (node, bias), shape)
-
-    def _spell_convolution(self, shape: tuple[int, ...]) -> int | None:
-        return self._affine("conv", shape)
-
-    _spell__convolution = _spell_conv2d = _spell_conv1d = _spell_conv3d = _spell_convolution
-
-    def _spell_linear(self, shape: tuple[int, ...]) -> int | None:
-        return self._affine("mm", shape)
-
-    def _spell_copy(self, shape: tuple[int, ...]) -> int | None:
-        target, source = self._node("self"), self._node("src")
-        if target is None or source is None:
-            return None
-        tensor = self._arguments["self"]
-        try:
-            whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-        except NotImplementedError:
-            whole = False
-        return self._add("clone", (source,), shape) if whole else self._add("copy_into", (target, source), shape)
-
-    def _accumulated(self, name: str, shape: tuple[int, ...]) -> int | None:
-        """Values added at some places of a tensor of data: the addition of a tensor that is zero elsewhere."""
-        target, source = self._node("self"), self._node(name)
-        if target is None or source is None or not self._recorder.graph.nodes[target].data:
-            return None
-        placed = self._add("scatter", (source,), shape)
-        return self._sum(target, self._scaled(placed, self._arguments.get("alpha", 1), shape), shape)
-
-    def _spell_index_add(self, shape: tuple[int, ...]) -> int | None:
-        return self._accumulated("source", shape)
-
-    def _spell_scatter_add(self, shape: tuple[int, ...]) -> int | None:
-        return self._accumulated("src", shape)
-
-    def _spell_scatter_reduce(self, shape: tuple[int, ...]) -> int | None:
-        adds = self._arguments.get("reduce") == "sum" and self._arguments.get("include_self", True)
-        return self._accumulated("src", shape) if adds else None
-
-    def _spell_index_put(self, shape: tuple[int, ...]) -> int | None:
-        return self._accumulated("values", shape) if self._arguments.get("accumulate") else None
-
-    _spell__index_put_impl = _spell_index_put
 
 
 # -------------------------------------------------------------------- running the forward
@@ -719,19 +281,14 @@ def trace(
 
 def _fullest(attempt: Callable[[], Graph]) -> Graph:
     """The forward, repeated where it draws lots: layers that are skipped at random would be missed by a single one."""
-    before = _host_random_state()
+    before = host_random_state()
     graph = attempt()
-    if not graph.lots and _host_random_state() == before:
+    if not graph.lots and host_random_state() == before:
         return graph
     for _ in range(_DRAWS):
         other = attempt()
         graph = max(graph, other, key=lambda g: len(g.calls))
     return graph
-
-
-def _host_random_state() -> tuple[Any, ...]:
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), repr(numpy.random.get_state()) if numpy is not None else None
 
 
 def _trace_fake(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> Graph:
@@ -792,60 +349,3 @@ def _computed_attributes(model: nn.Module) -> list[Tensor]:
     for module in model.modules():
         found += [v for v in vars(module).values() if isinstance(v, Tensor) and not v.is_leaf]
     return found
-
-
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Leave garbage for later: a graph is many objects, none of it garbage, and looking takes a third of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def keep_rng() -> Iterator[None]:
-    """Put every random number generator back afterwards: torch, Python and, where it is loaded, numpy."""
-    state, python = torch.get_rng_state(), random.getstate()
-    numpy = sys.modules.get("numpy")
-    array = numpy.random.get_state() if numpy is not None else None
-    device = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-        random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(array)
-        if device:
-            torch.cuda.set_rng_state_all(device)
-
-
-@contextlib.contextmanager
-def keep_state(model: nn.Module) -> Iterator[None]:
-    """Put buffers, gradients, training flags and attributes of every module back, with what is in their containers."""
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    grads = [(p, p.grad) for p in model.parameters()]
-    attributes = [(vars(m), dict(vars(m))) for m in model.modules()]
-    containers = {id(v): (v, v.copy()) for _, own in attributes for v in own.values() if type(v) in _CONTAINERS}
-    try:
-        yield
-    finally:
-        for current, own in attributes:
-            current.clear()
-            current.update(own)
-        for current, content in containers.values():
-            current.clear()
-            current.extend(content) if isinstance(current, list) else current.update(content)
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-        for parameter, grad in grads:
-            parameter.grad = grad
-
-
-# Parameters, buffers, sub-modules and hooks of a module lie in such containers too.
-_CONTAINERS = (dict, collections.OrderedDict, list, set)

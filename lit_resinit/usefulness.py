@@ -15,8 +15,10 @@ from rich.progress import Progress
 from torch import Tensor, nn
 from torchmetrics.functional import spearman_corrcoef
 
-from lit_resinit.plan import Branch, ResidualPlan, as_arguments
-from lit_resinit.trace import clean_name, keep_rng, keep_state
+from lit_resinit.decisions import Branch, ResidualPlan
+from lit_resinit.places import clean_name
+from lit_resinit.plan import as_arguments
+from lit_resinit.state import keep_rng, keep_state
 from lit_resinit.watch import History
 
 

@@ -19,11 +19,13 @@ from torch.utils._pytree import tree_iter
 
 from lit_resinit import ops
 from lit_resinit.branches import Address
+from lit_resinit.decisions import ResidualPlan
 from lit_resinit.errors import ResInitError
 from lit_resinit.gates import Gate
 from lit_resinit.identity import mean_and_variance
-from lit_resinit.plan import ResidualPlan
-from lit_resinit.trace import clean_name, is_not_forward, local, locate, measuring, module_names, whole
+from lit_resinit.measuring import is_not_forward, measuring
+from lit_resinit.places import clean_name, locate, module_names
+from lit_resinit.tensors import local, whole
 
 if TYPE_CHECKING:
     import pandas

@@ -24,7 +24,8 @@ from torch.nn import functional
 
 from lit_resinit import apply_, check_identity, observe
 from lit_resinit.branches import find_additions
-from lit_resinit.plan import ResidualPlan, make_plan
+from lit_resinit.decisions import ResidualPlan
+from lit_resinit.plan import make_plan
 from lit_resinit.trace import trace
 
 VECTOR, TOKENS, IMAGE = (4, WIDTH), (2, 5, WIDTH), (2, 4, 8, 8)

@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from lit_resinit import TrainedWeightsError, apply_, check_identity, gradients, make_plan, observe, optimizers
 from lit_resinit.errors import GateError
-from lit_resinit.gradients import UNSEEN, Waking, frozen_branches
+from lit_resinit.gradients import frozen_branches
+from lit_resinit.waking import UNSEEN, Waking
 
 X = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(0))
 

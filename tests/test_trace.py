@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lit_resinit import TraceError
-from lit_resinit.trace import Graph, Node, clean_name, keep_rng, keep_state, trace
+from lit_resinit.graph import Graph, Node
+from lit_resinit.places import clean_name
+from lit_resinit.state import keep_rng, keep_state
+from lit_resinit.trace import trace
 
 X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_resinit.decisions import ResidualPlan
 from lit_resinit.errors import ResInitError
 from lit_resinit.gradients import ALARMS, GradientReport
 from lit_resinit.identity import IdentityReport
-from lit_resinit.plan import ResidualPlan
 from lit_resinit.report.files import replace_file
 from lit_resinit.watch import History
 

@@ -8,7 +8,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from lit_resinit.plan import ResidualPlan
+from lit_resinit.decisions import ResidualPlan
 from lit_resinit.watch import History
 
 

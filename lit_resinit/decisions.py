@@ -1,0 +1,180 @@
+"""A plan as a plain value: the decision per branch, seen from a parent module, as plain types, and as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from lit_resinit.branches import Address
+from lit_resinit.gates import Gate
+from lit_resinit.words import in_columns, in_common, together, without_numbers
+
+Scheme = Literal["auto", "zero", "insert", "last_layer", "sqrt_depth", "downscale", "observe"]
+Action = Literal["zero", "insert", "last_layer", "sqrt_depth", "downscale", "already_closed", "excluded", "observe"]
+CONSTANT_SCHEMES = ("sqrt_depth", "downscale")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Branch:
+    """One residual branch: ``skip + branch``, and what is done with it.
+
+    Args:
+        name: Unique, stable name: the block, or the sub-module that computes the branch.
+        block: Dotted name of the module that runs the addition.
+        skip: ``identity`` or ``projection``.
+        gates: One gate for each summand of the branch.
+        action: What :func:`apply_` does with it.
+        source: ``file.py:line`` of the addition.
+        address: Where the addition runs, the same in every forward.
+        skip_input: Which tensor argument of the addition is the skip.
+        branch_input: Which tensor argument is the branch; None where the operation fuses it.
+        previous: Name of the branch before it on the same residual stream.
+        between: What the stream passes between the previous branch and this one (module names, else operations).
+        factor: What multiplies the skip (parameter names, else the operation), empty when nothing does.
+        norms: Affine parameters of the block's norms, the evidence of training.
+        length: Number of branches on its stream.
+        reason: Why the branch has no gate, with the line, when it has none.
+        culprit: Module that runs the operation behind ``reason``.
+    """
+
+    name: str
+    block: str
+    skip: Literal["identity", "projection"]
+    gates: tuple[Gate, ...]
+    action: Action
+    source: str
+    address: Address
+    skip_input: int
+    branch_input: int | None
+    previous: str | None = None
+    between: tuple[str, ...] = ()
+    factor: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()
+    length: int = 1
+    reason: str = ""
+    culprit: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ResidualPlan:
+    """What would be done to a model; a plain value, nothing is written until :func:`apply_`.
+
+    Args:
+        scheme: The scheme the plan was made with.
+        branches: Every residual branch, in the order of execution.
+        zero_layers: All-zero weights of layers that are no gates (a zero head): judged, never written.
+        after_last: What every stream passes after its last addition, by the name of its last branch.
+    """
+
+    scheme: Scheme
+    branches: tuple[Branch, ...]
+    zero_layers: tuple[str, ...] = ()
+    after_last: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.branches)
+
+    @property
+    def active(self) -> tuple[Branch, ...]:
+        """The branches that were not excluded."""
+        return tuple(b for b in self.branches if b.action != "excluded")
+
+    @property
+    def gates(self) -> tuple[Gate, ...]:
+        """The gates of all branches that were not excluded, each once; none where a constant is used instead."""
+        if self.scheme in CONSTANT_SCHEMES:
+            return ()
+        unique = {(g.parameter, g.index): g for b in self.active for g in b.gates}
+        return tuple(unique.values())
+
+    def __str__(self) -> str:
+        return format_plan(self)
+
+    def below(self, name: str) -> ResidualPlan:
+        """The same plan as seen from a module that holds the model under ``name``."""
+        return self if not name else _Prefixed(name).plan(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan in plain types only, so that it goes through JSON."""
+        return {
+            "scheme": self.scheme,
+            "branches": [_plain(b) for b in self.branches],
+            "zero_layers": list(self.zero_layers),
+            "after_last": {k: list(v) for k, v in self.after_last.items()},
+        }
+
+
+def _plain(branch: Branch) -> dict[str, Any]:
+    values = dataclasses.asdict(branch)
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()} | {
+        "gates": [{k: list(v) if isinstance(v, tuple) else v for k, v in g.items()} for g in values["gates"]]
+    }
+
+
+class _Prefixed:
+    """Names of a plan, seen from a parent module."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+
+    def name(self, name: str) -> str:
+        inner = name.removeprefix("(root)")
+        return f"{self._prefix}{inner if inner.startswith(':') else '.' + inner if inner else ''}"
+
+    def names(self, names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(self.name(n) for n in names)
+
+    def gate(self, gate: Gate) -> Gate:
+        return dataclasses.replace(
+            gate,
+            parameter=self.name(gate.parameter),
+            biases=self.names(gate.biases),
+            module=self.name(gate.module) if gate.module else "",
+            folds_into=self.names(gate.folds_into),
+        )
+
+    def branch(self, branch: Branch) -> Branch:
+        return dataclasses.replace(
+            branch,
+            name=self.name(branch.name),
+            block=self.name(branch.block),
+            gates=tuple(self.gate(g) for g in branch.gates),
+            address=dataclasses.replace(branch.address, block=self.name(branch.address.block)),
+            previous=None if branch.previous is None else self.name(branch.previous),
+            norms=self.names(branch.norms),
+            culprit=self.name(branch.culprit) if branch.culprit else "",
+        )
+
+    def plan(self, plan: ResidualPlan) -> ResidualPlan:
+        after = {self.name(k): v for k, v in plan.after_last.items()}
+        branches = tuple(self.branch(b) for b in plan.branches)
+        return dataclasses.replace(plan, branches=branches, zero_layers=self.names(plan.zero_layers), after_last=after)
+
+
+# -------------------------------------------------------------------- printing
+
+
+def format_plan(plan: ResidualPlan) -> str:
+    """The plan as a table; equal branches are one row."""
+    groups: dict[tuple[str, ...], list[Branch]] = {}
+    for b in plan.branches:
+        kinds = "-" if b.action == "sqrt_depth" else "+".join(g.kind for g in b.gates) or "-"
+        key = (b.skip, b.action, kinds, without_numbers(f"{b.name} {_gates_of(b)}"))
+        groups.setdefault(key, []).append(b)
+    table: list[tuple[str, ...]] = [("branch", "count", "skip", "action", "gate kind", "gate")]
+    for (skip, action, kinds, _), branches in groups.items():
+        names, gates = [b.name for b in branches], [_gates_of(b) for b in branches]
+        table.append((together(names), str(len(names)), skip, action, kinds, in_common(gates)))
+    title = f"{len(plan)} residual branches, scheme {plan.scheme}"
+    if plan.zero_layers:
+        title += f"; zero layers outside: {', '.join(plan.zero_layers)}"
+    return f"{title}\n{in_columns(table)}"
+
+
+def _gates_of(branch: Branch) -> str:
+    shown = [g.parameter if g.index is None else f"{g.parameter}[{g.index}]" for g in branch.gates]
+    if branch.action == "sqrt_depth":
+        shown = [g.module for g in branch.gates]
+    factor = f" times 1/sqrt({branch.length})" if branch.action in CONSTANT_SCHEMES else ""
+    return ", ".join(f"{name}{factor}" for name in shown) or "-"
