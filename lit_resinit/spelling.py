@@ -111,33 +111,31 @@ class Spelling:
             return None
         return self._add("scale", (node,), shape, number=float(factor) if not isinstance(factor, complex) else None)
 
-    def _spell_add(self, shape: tuple[int, ...]) -> int | None:
-        left, right = self._node("self"), self._node("other")
-        if left is None or right is None:
-            other = self._arguments.get("other")
-            if left is not None and isinstance(other, int | float):
-                return self._add("shift", (left,), shape, number=float(other) * float(self._arguments.get("alpha", 1)))
+    def _shifted(self, node: int | None, amount: Any, shape: tuple[int, ...]) -> int | None:
+        """A number added to every element."""
+        if node is None or not isinstance(amount, int | float | complex):
             return None
-        return self._sum(left, self._scaled(right, self._arguments.get("alpha", 1), shape), shape)
+        return self._add("shift", (node,), shape, number=None if isinstance(amount, complex) else float(amount))
+
+    def _added(self, left: str, right: str, sign: float, shape: tuple[int, ...]) -> int | None:
+        """``left + sign * alpha * right``, where the right one may be a number."""
+        start, end, factor = self._node(left), self._node(right), sign * self._arguments.get("alpha", 1)
+        if end is None:
+            other = self._arguments.get(right)
+            return self._shifted(start, None if other is None else other * factor, shape)
+        end = self._scaled(end, factor, shape)
+        if start is None:  # a number minus a tensor
+            return self._shifted(end, self._arguments.get(left), shape)
+        return self._sum(start, end, shape)
+
+    def _spell_add(self, shape: tuple[int, ...]) -> int | None:
+        return self._added("self", "other", 1.0, shape)
 
     def _spell_sub(self, shape: tuple[int, ...]) -> int | None:
-        left, right = self._node("self"), self._node("other")
-        if left is None or right is None:
-            other = self._arguments.get("other")
-            if left is not None and isinstance(other, int | float):
-                return self._add("shift", (left,), shape, number=-float(other) * float(self._arguments.get("alpha", 1)))
-            return None
-        return self._sum(left, self._scaled(right, -float(self._arguments.get("alpha", 1)), shape), shape)
+        return self._added("self", "other", -1.0, shape)
 
     def _spell_rsub(self, shape: tuple[int, ...]) -> int | None:
-        node, other = (
-            self._scaled(self._node("self"), -float(self._arguments.get("alpha", 1)), shape),
-            self._node("other"),
-        )
-        if other is not None:
-            return self._sum(other, node, shape)
-        number = self._arguments.get("other")
-        return None if node is None else self._add("shift", (node,), shape, number=float(number or 0.0))
+        return self._added("other", "self", -1.0, shape)
 
     def _spell_mul(self, shape: tuple[int, ...]) -> int | None:
         left, right = self._node("self"), self._node("other")

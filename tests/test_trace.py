@@ -11,7 +11,7 @@ from networks import WIDTH, ConvBlock, Plain, stack
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lit_resinit import TraceError
+from lit_resinit import NoBranchError, TraceError, make_plan
 from lit_resinit.graph import Graph, Node
 from lit_resinit.places import clean_name
 from lit_resinit.state import keep_rng, keep_state
@@ -316,3 +316,28 @@ def test_keep_state_survives_an_exception() -> None:
         change()
     assert (float(model.seen), model.calls, model.training, model.conv.training) == (0.0, 0, True, True)
     assert model.conv.bn1.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("function", "steps"),
+    [
+        (lambda z: z + 1j, ["shift"]),
+        (lambda z: z - 1j, ["shift"]),
+        (lambda z: 2 - z, ["scale", "shift"]),
+        (lambda z: z.sub(z.conj().resolve_conj(), alpha=1j), ["scale", "add"]),
+        (lambda z: z.add(z.roll(1), alpha=2), ["scale", "add"]),
+    ],
+)
+def test_numbers_added_are_shifts_whatever_their_kind(function: Callable[[Tensor], Tensor], steps: list[str]) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+        def forward(self, z: Tensor) -> Tensor:
+            return function(z * self.weight)
+
+    graph = trace(Net(), (torch.randn(2, 3, dtype=torch.complex64),))
+    assert [n.op for n in graph.nodes if n.op in ("shift", "scale", "add")] == steps
+    with pytest.raises(NoBranchError):
+        make_plan(Net(), torch.randn(2, 3, dtype=torch.complex64))
