@@ -277,6 +277,24 @@ def test_trained_block_is_refused_whichever_way_it_would_be_closed(
     assert check_identity(apply_(model, plan, overwrite_trained=True), plan, X).ok
 
 
+def scalars(*values: float) -> nn.Sequential:
+    return nn.Sequential(*(Scaled(value=v) for v in values))
+
+
+def test_scalars_that_differ_from_block_to_block_are_trained() -> None:
+    model = scalars(0.31, 0.28, 0.55)
+    with pytest.raises(TrainedWeightsError, match=r"0\.scale with value 0\.31, another in every block and 2 more"):
+        apply_(model, make_plan(model, X))
+    assert [round(b.scale.item(), 2) for b in model] == [0.31, 0.28, 0.55]
+
+
+@pytest.mark.parametrize("values", [(0.5, 0.5, 0.5), (1.0, 0.7, 0.6, 0.5), (0.3,)])
+def test_equal_scalars_and_scalars_by_depth_are_an_initialisation(values: tuple[float, ...]) -> None:
+    model = scalars(*values)
+    apply_(model, make_plan(model, X))
+    assert not any(b.scale.item() for b in model)
+
+
 def test_include_picks_the_new_branches_of_a_trained_network() -> None:
     model = trained(lambda: stack(NormLast), "0.norm.weight")
     plan = make_plan(model, X, include="1")
