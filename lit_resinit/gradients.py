@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -28,6 +28,8 @@ Status = Literal["alive", "asleep", "dead", "missing", "nonfinite", "exploding"]
 EXPLODING = 1e6  # times the median over gates
 SLOW = 1e-3  # slope below which a start is slow
 _SMALLEST = float(torch.finfo(torch.float32).tiny)  # below it a gradient has lost its digits and says nothing of size
+_LET_PASS = "let that hook pass the gradient on as it is, or remove it"
+_TRUE_GRADIENT = "return the true gradient there"
 ALARMS: tuple[Status, ...] = ("nonfinite", "dead", "missing")
 
 
@@ -46,6 +48,7 @@ class GateGradient:
         branch: Name of its branch; empty for a zero layer.
         role: ``gate``, ``bias`` or ``zero layer``.
         attenuated_by: The operation that makes a small slope, with its line.
+        remedy: What to do next, where that is something else than usual for the status.
     """
 
     parameter: str
@@ -58,6 +61,7 @@ class GateGradient:
     branch: str = ""
     role: Literal["gate", "bias", "zero layer"] = "gate"
     attenuated_by: str = ""
+    remedy: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,6 +116,9 @@ class GradientReport:
 
 
 # -------------------------------------------------------------------- judging
+
+
+_Verdict = Callable[..., "GateGradient"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -200,12 +207,11 @@ class _Judge:
             return self._without_gradient(judged, parameter, verdict)
         hooked = self.flow.hooked.get(judged.name) if self.flow is not None else None
         if hooked is not None and size == 0.0 and hooked.sent != 0.0:
-            return verdict(
-                "dead", f"a hook on it turns its gradient ({hooked.sent:.3g}) into zero", source=hooked.source
-            )
+            why = f"a hook on it turns its gradient ({hooked.sent:.3g}) into zero"
+            return verdict("dead", why, source=hooked.source, remedy=_LET_PASS)
         if hooked is not None and math.isfinite(hooked.sent) and not math.isfinite(size):
             why = f"a hook on it turns its finite gradient ({hooked.sent:.3g}) into NaN or inf"
-            return verdict("nonfinite", why, source=hooked.source)
+            return verdict("nonfinite", why, source=hooked.source, remedy=_LET_PASS)
         if not math.isfinite(size):
             return self._nonfinite(judged, verdict)
         edges = self.flow.edges.get(judged.name, []) if self.flow is not None else []
@@ -213,24 +219,24 @@ class _Judge:
             return verdict("alive", self._silent_elements(parameter), **self._slope(judged))
         return self._zero(judged, edges, verdict)
 
-    def _without_gradient(self, judged: _Judged, parameter: nn.Parameter, verdict: Any) -> GateGradient:
+    def _without_gradient(self, judged: _Judged, parameter: nn.Parameter, verdict: _Verdict) -> GateGradient:
         if not parameter.requires_grad and self._is_open(judged.gate):
-            return verdict("alive", "it is frozen, and open: its branch takes part as it is")  # type: ignore[no-any-return]
+            return verdict("alive", "it is frozen, and open: its branch takes part as it is")
         if judged.branch in self._frozen:
-            return verdict("asleep", "its whole block is frozen, and waits to be unfrozen or copied into")  # type: ignore[no-any-return]
+            return verdict("asleep", "its whole block is frozen, and waits to be unfrozen or copied into")
         if not parameter.requires_grad:
-            return verdict("missing", "it is frozen (requires_grad is False), so its branch stays closed for good")  # type: ignore[no-any-return]
+            return verdict("missing", "it is frozen (requires_grad is False), so its branch stays closed for good")
         if self.flow is None and steps_in_backward(parameter):
-            return verdict("asleep", "a hook on it may have used its gradient up; use `observe` to see it")  # type: ignore[no-any-return]
+            return verdict("asleep", "a hook on it may have used its gradient up; use `observe` to see it")
         reader = self.flow.reader(judged.name) if self.flow is not None else 0
         if reader is None:
-            return verdict("asleep", "this batch did not run its branch")  # type: ignore[no-any-return]
+            return verdict("asleep", "this batch did not run its branch")
         source = self.flow.graph.calls[reader].source if self.flow is not None else ""
         why = (
             "it was read in the forward, but no gradient came back: its output is detached, unused by the loss, or "
             "computed without gradients (activation checkpointing with use_reentrant=True on an input that needs none)"
         )
-        return verdict("missing", why, source=source)  # type: ignore[no-any-return]
+        return verdict("missing", why, source=source)
 
     @functools.cached_property
     def _frozen(self) -> set[str]:
@@ -251,25 +257,26 @@ class _Judge:
 
     # ---------------------------------------------------------------- zero
 
-    def _zero(self, judged: _Judged, edges: list[tuple[int, float]], verdict: Any) -> GateGradient:
+    def _zero(self, judged: _Judged, edges: list[tuple[int, float]], verdict: _Verdict) -> GateGradient:
         if self.flow is None:
             other = next((n for n in self._zero_and_alive() if n != judged.name), None)
             if other is not None:
-                return verdict("asleep", f"no error arrives while {other} is zero, and {other} learns", waits_for=other)  # type: ignore[no-any-return]
-            return verdict("dead", "its gradient is exactly zero, and no zero parameter that learns explains it")  # type: ignore[no-any-return]
+                return verdict("asleep", f"no error arrives while {other} is zero, and {other} learns", waits_for=other)
+            return verdict("dead", "its gradient is exactly zero, and no zero parameter that learns explains it")
         reasons = self.flow.reasons_of(judged.name, edges)
         if not reasons:
-            return verdict("asleep", "this batch sent it no error")  # type: ignore[no-any-return]
+            return verdict("asleep", "this batch sent it no error")
         for reason in reasons:
             others = sorted(reason.parameters - {judged.name})
             mover = next((n for n in others if n in self.moving), None)
             if mover is not None:
                 cause = f"no error arrives while {mover} is zero, and {mover} learns"
-                return verdict("asleep", cause, waits_for=mover)  # type: ignore[no-any-return]
+                return verdict("asleep", cause, waits_for=mover)
         if any(r.kind == "data" for r in reasons):
-            return verdict("asleep", "this batch sent it no error (masked, dropped or cut off)")  # type: ignore[no-any-return]
+            return verdict("asleep", "this batch sent it no error (masked, dropped or cut off)")
         reason = min(reasons, key=lambda r: r.call)
-        return verdict("dead", self._broken_link(judged, reason), source=self.flow.source(reason.call))  # type: ignore[no-any-return]
+        remedy = {"hook": _LET_PASS, "written": _TRUE_GRADIENT}.get(reason.kind, "")
+        return verdict("dead", self._broken_link(judged, reason), source=self.flow.source(reason.call), remedy=remedy)
 
     def _zero_and_alive(self) -> list[str]:
         return [
@@ -341,16 +348,17 @@ class _Judge:
 
     # ---------------------------------------------------------------- nonfinite and exploding
 
-    def _nonfinite(self, judged: _Judged, verdict: Any) -> GateGradient:
+    def _nonfinite(self, judged: _Judged, verdict: _Verdict) -> GateGradient:
         if self.flow is None:
-            return verdict("nonfinite", "its gradient is NaN or inf; use `observe` to find the operation")  # type: ignore[no-any-return]
+            return verdict("nonfinite", "its gradient is NaN or inf; use `observe` to find the operation")
         births = self.flow.births_of(self.flow.edges.get(judged.name, []))
         if not births:
-            return verdict("nonfinite", "the loss itself sends NaN or inf")  # type: ignore[no-any-return]
+            return verdict("nonfinite", "the loss itself sends NaN or inf")
         birth = max(births)
         end = self.flow.additions.get(judged.branch, -1)
-        op = self.flow.spelled(birth)
+        op, remedy = self.flow.spelled(birth), _TRUE_GRADIENT if birth in self.flow.python else ""
         if birth in self.flow.replaced:
+            remedy = _LET_PASS
             cause = f"a hook on the output of {op} turns a finite error into NaN or inf"
         elif end >= 0 and birth > end:
             cause = f"inherits NaN or inf from {op} after its block, where the error was still finite"
@@ -359,7 +367,7 @@ class _Judge:
                 f"{op} turns a finite error into NaN or inf: guard the argument of the operation, not its result "
                 "(its unselected branch still runs backward), or keep away from the point where it has no slope"
             )
-        return verdict("nonfinite", cause, source=self.flow.source(birth))  # type: ignore[no-any-return]
+        return verdict("nonfinite", cause, source=self.flow.source(birth), remedy=remedy)
 
     def _mark_origin(self, verdicts: dict[str, GateGradient]) -> None:
         """Where every affected gate only inherits the NaN, the loss (or the head) is the origin: say so once."""
@@ -573,12 +581,6 @@ _NEXT: dict[str, str] = {
 }
 
 
-def _next(status: str, cause: str) -> str:
-    if "the backward of `" in cause:
-        return "return the true gradient there"
-    return "let that hook pass the gradient on as it is, or remove it" if "a hook on" in cause else _NEXT[status]
-
-
 def describe(report: GradientReport) -> str:
     """The report as a message: the origin by name, with the line; equal findings counted."""
     alarms = report.alarms
@@ -603,5 +605,5 @@ def describe(report: GradientReport) -> str:
         block = f" (branch {rows[0].branch})" if rows[0].branch else ""
         where = f", at {source}" if source else ""
         more = f" ({len(rows)} in all)" if len(rows) > 3 else ""
-        lines.append(f"- {names}{more}{block}: {status}: {cause}{where}. Next: {_next(status, cause)}.")
+        lines.append(f"- {names}{more}{block}: {status}: {cause}{where}. Next: {rows[0].remedy or _NEXT[status]}.")
     return "\n".join(lines)
