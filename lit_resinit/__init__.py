@@ -18,8 +18,9 @@ from lit_resinit.errors import (
     TrainedWeightsError,
 )
 from lit_resinit.gates import Gate
-from lit_resinit.gradients import GradientReport, check_gradients, observe
+from lit_resinit.gradients import GradientReport, check_gradients
 from lit_resinit.identity import IdentityReport, check_identity
+from lit_resinit.observation import observe
 from lit_resinit.plan import make_plan
 from lit_resinit.schemes import ScalarGate, apply_, fold_, param_groups
 from lit_resinit.usefulness import measure_usefulness

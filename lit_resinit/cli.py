@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_iter
 
 from lit_resinit.decisions import Scheme
 from lit_resinit.errors import ResInitError
-from lit_resinit.gradients import observe
+from lit_resinit.observation import observe
 from lit_resinit.plan import make_plan
 from lit_resinit.report.files import check_report, is_page, replace_file
 from lit_resinit.report.page import write_page

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_resinit.decisions import ResidualPlan
-from lit_resinit.gradients import Observation
+from lit_resinit.observation import Observation
 from lit_resinit.optimizers import STEPS_TO_MOVE
 from lit_resinit.waking import Waking
 from lit_resinit.watch import Moments, Watcher

@@ -34,6 +34,7 @@ ORDER = [
     "flow",
     "probe",
     "gradients",
+    "observation",
     "waking",
     "optimizers",
     "watch",

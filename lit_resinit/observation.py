@@ -1,0 +1,120 @@
+"""Forward and backward of one step under observation, for both verdicts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_resinit.decisions import ResidualPlan
+from lit_resinit.gradients import GradientReport, check_gradients
+from lit_resinit.identity import IdentityReport
+from lit_resinit.probe import GradientProbe
+
+
+class Observation:
+    """What :func:`observe` saw: ``identity`` once the forward is done, ``gradients`` after the block."""
+
+    def __init__(self, model: nn.Module, plan: ResidualPlan, inputs: Any = ()) -> None:
+        self._model, self._plan, self._inputs = model, plan, inputs
+        self._probe: GradientProbe | None = None
+        self._exit = contextlib.ExitStack()
+        self._identity: IdentityReport | None = None
+        self._gradients: GradientReport | None = None
+
+    @property
+    def identity(self) -> IdentityReport:
+        """Verdicts on the branches as the observed forward ran them."""
+        if self._identity is None:
+            if self._probe is None:
+                raise RuntimeError("Expected an observed forward but none ran inside `with observe(...)`")
+            self._identity = self._probe.identity()
+        return self._identity
+
+    @property
+    def gradients(self) -> GradientReport:
+        """Verdicts on the gates after the observed backward."""
+        if self._gradients is None:
+            raise RuntimeError("Expected a finished `with observe(...)` block around one forward and backward")
+        return self._gradients
+
+    @property
+    def saw_backward(self) -> bool:
+        """Whether a backward pass ran yet."""
+        return self._probe is not None and self._probe.saw_backward
+
+    def start(self) -> None:
+        """Begin to observe."""
+        self._exit.enter_context(torch.compiler.set_stance("force_eager"))
+        self._probe = GradientProbe(self._model, self._plan, self._inputs)
+        self._exit.enter_context(self._probe)
+
+    def stop(self) -> None:
+        """Stop recording operations; the hooks on the autograd graph stay until :meth:`finish`."""
+        if self._probe is not None:
+            self._probe.close_windows()
+        self._exit.close()
+
+    def finish(self) -> None:
+        """Judge what was seen, and let go of everything that was held for it."""
+        self.stop()
+        if self._probe is not None:
+            _ = self.identity
+            self._gradients = check_gradients(self._model, self._plan, self._probe.flow())
+        self.close()
+
+    def link(self, loss: Tensor) -> None:
+        """Let the backward of ``loss`` itself be seen too."""
+        if self._probe is not None:
+            self._probe.link(loss)
+
+    def close(self) -> None:
+        """Leave no hook, mode or tensor behind."""
+        self.stop()
+        if self._probe is not None:
+            self._probe.release()
+            self._probe = None
+
+
+@contextlib.contextmanager
+def observe(model: nn.Module, plan: ResidualPlan, inputs: Any = ()) -> Iterator[Observation]:
+    """Watch one forward and backward of yours, and judge both.
+
+    Every operation is recorded with its module and line, every addition of the plan is compared with its skip, and the
+    error is measured on both sides of every operation of the backward pass. Nothing is computed twice and no value of
+    yours changes.
+
+    Args:
+        model: The model, with the plan applied.
+        plan: The plan.
+        inputs: The batch, if at hand; tensors in it count as data, everything unknown as a constant.
+
+    Yields:
+        An :class:`Observation`; ``identity`` and ``gradients`` are ready after the block.
+
+    Note:
+        Cost: at most four plain steps. Compiled modules run uncompiled inside.
+
+    Example:
+        >>> from lit_resinit import apply_, make_plan
+        >>> layer, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True), torch.randn(2, 3, 8)
+        >>> plan = make_plan(layer, x)
+        >>> _ = apply_(layer, plan)
+        >>> with observe(layer, plan, x) as seen:
+        ...     layer(x).square().mean().backward()
+        >>> seen.identity.ok, seen.gradients.ok
+        (True, True)
+
+    Reference:
+        Pradeep (2026), A zero-initialised layer learns only through a nonzero path.
+    """
+    seen = Observation(model, plan, inputs)
+    seen.start()
+    try:
+        yield seen
+        seen.finish()
+    finally:
+        seen.close()
