@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks.zoo import MODELS, OutOfTimeError, Subject, build, loss_of, time_limit
-from lit_resinit import ResidualInit, ResInitError, ResInitWarning, param_groups
+from lit_resinit import GateError, ResidualInit, ResInitError, ResInitWarning, param_groups
 
 REMARK = "the stream from"
 STEPS = 20
@@ -80,6 +80,8 @@ def measure(entry: dict[str, Any], seed: int, steps: int) -> Row:
         with time_limit(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             train(build(entry, seed), steps, row)
+    except GateError as error:  # nothing was changed, and the message says which line to edit: refused, not alarmed
+        row.failed = " ".join(f"refused: {error}".split())
     except ResInitError as error:
         row.alarms.append(" ".join(f"{type(error).__name__}: {error}".split()))
     except (Exception, OutOfTimeError) as error:
