@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from lit_resinit import ops
 from lit_resinit.graph import Graph, Node
+from lit_resinit.tensors import are_apart
 
 # What a stream may pass and still be the stream: nothing here changes a value that it keeps.
 _STREAM_OPS = ops.MOVES | {"view", "part", "scale", "cat", "shift"}
@@ -209,6 +210,8 @@ class _Finder:
             return _Link(node.shown, link.scales, link.region, link.whole)
         if node.op == "cat":
             return self._through_concatenation(link, node)
+        if node.op == "copy_into":
+            return self._through_writing(link, node)
         if node.op == "shift" and node.number != 0:
             return None
         if node.op in _STREAM_OPS and node.inputs:
@@ -233,9 +236,26 @@ class _Finder:
         shared = set(chains[0]).intersection(*chains[1:])
         return _Link(max(shared), link.scales, None) if shared else None
 
+    def _through_writing(self, link: _Link, node: Node) -> _Link | None:
+        """What is written over a part: elsewhere and under constants the stream stays, an addition goes on with it."""
+        whole, written = node.inputs
+        if link.region is not None and link.region == node.region:
+            return _Link(written, link.scales)
+        elsewhere = link.region is not None and node.region is not None and are_apart(link.region, node.region)
+        if elsewhere or not self._moves(written):
+            return _Link(whole, link.scales, link.region, whole if link.region is not None else link.whole)
+        shown = next((step.node for step in self._stream_chain(written) if step.node in self.found), None)
+        return None if shown is None else _Link(shown, link.scales)
+
     def _factor(self, node: Node) -> tuple[int, int] | None:
-        """(moving operand, constant or learned operand) of a product with something that does not see the data."""
+        """(moving operand, constant or learned operand) of a product or sum with something that does not see the data.
+
+        Where neither does (a stream of learned queries that has read nothing yet), the bare parameter is the factor.
+        """
         left, right = node.inputs
+        if not self._moves(left) and not self._moves(right):
+            bare = [i for i in (left, right) if is_weight(self.graph, i)]
+            return (left if bare == [right] else right, bare[0]) if len(bare) == 1 else None
         if self._moves(left) and not self._moves(right):
             return left, right
         if self._moves(right) and not self._moves(left):
@@ -575,6 +595,14 @@ class _Depth:
 
     def of(self, node: int) -> tuple[int, bool]:
         return self.depth.get(node, (0, False))
+
+
+def is_weight(graph: Graph, index: int) -> bool:
+    """Whether a value is a parameter as it is, be it with a number added (``1 + w``)."""
+    node = graph.nodes[index]
+    while node.op in ops.MOVES or node.op in ("view", "shift"):
+        node = graph.nodes[node.inputs[0]]
+    return node.op == "parameter"
 
 
 def child_of(owner: str, block: str) -> str:

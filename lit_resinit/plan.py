@@ -10,7 +10,7 @@ from typing import Any, get_args
 from torch import nn
 
 from lit_resinit import ops
-from lit_resinit.branches import Addition, find_additions
+from lit_resinit.branches import Addition, find_additions, is_weight
 from lit_resinit.decisions import Action, Branch, ResidualPlan, Scheme
 from lit_resinit.errors import GateError, NoBranchError
 from lit_resinit.gates import Gate, GateFinder, Tail, inserted_name
@@ -409,10 +409,11 @@ class _Planner:
         blocks = {a.block for a in self.additions if a.block}
         found: dict[int | str, list[str]] = {b: [] for b in blocks}
         for node in self.graph.nodes:
-            factors = [i for i in node.inputs if self.graph.nodes[i].learned and not self.graph.nodes[i].data]
-            if node.op != "mul" or not factors or not any(self.finder.is_normalised(i) for i in node.inputs):
+            if node.op != "mul":
                 continue
-            names = found[node.index] = self._parameters_below(factors)
+            left, right = node.inputs
+            factors = [f for n, f in ((left, right), (right, left)) if self.finder.is_normalised(n)]
+            names = found[node.index] = self._parameters_below([f for f in factors if is_weight(self.graph, f)])
             owner = self.graph.owner(node.index)
             while owner:
                 if owner in blocks:

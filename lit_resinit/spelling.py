@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lit_resinit import ops
 from lit_resinit.graph import Call, Graph
-from lit_resinit.tensors import geometry
+from lit_resinit.tensors import covers_memory, geometry
 
 
 class Spelling:
@@ -82,9 +82,11 @@ class Spelling:
         return index
 
     def _shown_operand(self, result: Tensor) -> int | None:
-        """The operand of a concatenation that a partial view of it shows again."""
+        """The operand of a concatenation, or what was written into a part, that a partial view shows again."""
         graph, whole = self._graph, self._arguments["self"]
         node = graph.nodes[self._call.inputs[0]]
+        if node.op == "copy_into" and node.region == geometry(result):
+            return node.inputs[1]
         if node.op not in ("cat", "stack") or not whole.is_contiguous():
             return None
         call, shown = graph.calls[node.call], geometry(result)
@@ -218,12 +220,11 @@ class Spelling:
         target, source = self._node("self"), self._node("src")
         if target is None or source is None:
             return None
-        tensor = self._arguments["self"]
-        try:
-            whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-        except NotImplementedError:
-            whole = False
-        return self._add("clone", (source,), shape) if whole else self._add("copy_into", (target, source), shape)
+        if target == source:  # ``x[i] += y`` writes the part, and then once more over itself
+            return source
+        if covers_memory(self._arguments["self"]):
+            return self._add("clone", (source,), shape)
+        return self._add("copy_into", (target, source), shape)
 
     def _accumulated(self, name: str, shape: tuple[int, ...]) -> int | None:
         """Values added at some places of a tensor of data: the addition of a tensor that is zero elsewhere."""

@@ -23,7 +23,7 @@ from lit_resinit.measuring import is_not_forward, measuring
 from lit_resinit.places import aliases, clean_name, locate, module_names, user_line
 from lit_resinit.spelling import Spelling
 from lit_resinit.state import host_random_state, keep_rng, keep_state
-from lit_resinit.tensors import geometry
+from lit_resinit.tensors import covers_memory, geometry
 
 _DRAWS = 12  # more forwards where one draws lots (layer drop), the fullest of which is kept
 _DEVICE = torch.ops.prim.device.default
@@ -213,13 +213,18 @@ class Recorder(TorchDispatchMode):
         return False
 
     def _overwrite(self, tensor: Tensor, node: int) -> None:
-        """After an in-place operation every view of that memory shows the new value."""
+        """After an in-place operation every view of that memory shows the new value, in the part that was written."""
         try:
             record = self._memory[tensor.untyped_storage()._cdata]
         except (NotImplementedError, KeyError):
             self._remember(tensor, node, fresh=True)
             return
-        record.latest = node
+        before = self.graph.nodes[record.latest]
+        if not covers_memory(tensor) and before.shape != tuple(tensor.shape):
+            call, region = self.graph.nodes[node].call, geometry(tensor)
+            record.latest = self.graph.add("copy_into", (before.index, node), call, before.shape, region=region)
+        else:
+            record.latest = node
         record.views = {geometry(tensor): node}
 
     def _note_output(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from networks import WIDTH, Plain, mlp
+from networks import WIDTH, Plain, PreNorm, mlp
 from torch import Tensor, nn
 
 from lit_resinit import NoBranchError, apply_, check_identity, make_plan
@@ -277,5 +277,119 @@ def test_bias_on_the_skip_is_part_of_the_stream() -> None:
     model, x = nn.Sequential(Biased(), Biased(), nn.Linear(WIDTH, 2)), torch.randn(4, WIDTH)
     plan = make_plan(model, x)
     assert [(b.name, b.skip, b.factor) for b in plan.branches] == [(n, "identity", (f"{n}.factor",)) for n in "01"]
+    apply_(model, plan)
+    assert check_identity(model, plan, x).ok
+
+
+class Slices(nn.Module):
+    """Two parts of one tensor are updated in place, each by what the whole was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.f, self.g = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH // 2), nn.Linear(WIDTH, WIDTH // 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, y = self.norm(x), x.clone()
+        y[:, : WIDTH // 2] += self.f(h).tanh()
+        y[:, WIDTH // 2 :] += self.g(h).tanh()
+        return y
+
+
+class Halves(Slices):
+    """Two halves update each other in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.g = nn.Linear(WIDTH // 2, WIDTH // 2), nn.Linear(WIDTH // 2, WIDTH // 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        x[:, : WIDTH // 2] += self.f(x[:, WIDTH // 2 :].clone()).tanh()
+        x[:, WIDTH // 2 :] += self.g(x[:, : WIDTH // 2].clone()).tanh()
+        return x
+
+
+@pytest.mark.parametrize("block", [Slices, Halves])
+def test_two_parts_written_in_place_are_two_branches(block: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(block(), block(), nn.Linear(WIDTH, 2)), torch.randn(4, WIDTH)
+    plan = make_plan(model, x)
+    assert [b.name for b in plan.branches] == ["0.f", "0.g", "1.f", "1.g"]
+    apply_(model, plan)
+    assert check_identity(model, plan, x).ok
+
+
+class Masked(Plain):
+    """Numbers are written into a part of the branch or of the stream."""
+
+    def __init__(self, stream: bool) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.stream:
+            x = x.clone()
+            x[:, 0] = 0.0
+            return x + self.f(x)
+        y = self.f(x)
+        y[:, 0] = 0.0
+        return x + y
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_numbers_written_into_a_part_leave_the_rest_what_it_was(stream: bool) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Masked(stream), Masked(stream), nn.Linear(WIDTH, 2)), torch.randn(4, WIDTH)
+    plan = make_plan(model, x)
+    assert [b.name for b in plan.branches] == ["0", "1"]
+    apply_(model, plan)
+    assert check_identity(model, plan, x).ok
+
+
+class Shifted(nn.Module):
+    """Tokens are shifted to the right, as the input of a decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.blocks = nn.Embedding(9, WIDTH), nn.Sequential(PreNorm(), PreNorm())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        shifted = torch.zeros_like(tokens)
+        shifted[:, 1:] = tokens[:, :-1].clone()
+        shifted[:, 0] = 1
+        return self.blocks(self.embedding(shifted))
+
+
+def test_shifted_tokens_are_no_sign_of_training() -> None:
+    model, tokens = Shifted(), torch.randint(9, (2, 5))
+    plan = make_plan(model, tokens)
+    assert [b.norms for b in plan.branches] == [(f"blocks.{i}.norm.weight",) for i in range(2)]
+    apply_(model, plan)
+
+
+class Queries(nn.Module):
+    """Learned queries read the data: their stream is no data until they did (DETR, Perceiver)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(0.02 * torch.randn(3, WIDTH))
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(3))
+        self.own, self.cross = (nn.MultiheadAttention(WIDTH, 2, batch_first=True) for _ in range(2))
+        self.f, self.head = mlp(), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = self.queries.expand(len(x), -1, -1)
+        y = torch.zeros_like(places)
+        y = self.norms[0](y + self.own(y + places, y + places, y)[0])
+        y = self.norms[1](y + self.cross(y + places, x, x)[0])
+        return self.head(self.norms[2](y + self.f(y)))
+
+
+def test_stream_of_learned_queries_is_a_stream() -> None:
+    torch.manual_seed(0)
+    model, x = Queries(), torch.randn(2, 5, WIDTH)
+    plan = make_plan(model, x)
+    assert [g.module for b in plan.branches for g in b.gates] == ["own", "cross", "f"]
+    assert {n for b in plan.branches for n in b.norms} <= {f"norms.{i}.weight" for i in range(3)}
     apply_(model, plan)
     assert check_identity(model, plan, x).ok
