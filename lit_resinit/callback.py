@@ -21,6 +21,7 @@ from lit_resinit.optimizers import (
     check_optimizers,
     has_finite_gradients,
     has_rate,
+    held_names,
     holds_gates,
     warn_about_rest,
     warn_about_still_gates,
@@ -36,7 +37,7 @@ from lit_resinit.setups import may_come_later, refuse_copies, refuse_sharded, re
 from lit_resinit.steps import Watch
 from lit_resinit.trace import Run, call_model
 from lit_resinit.usefulness import Agreement, agreements, measure_usefulness
-from lit_resinit.waking import Waking, until_unfrozen
+from lit_resinit.waking import Waking, until_stepped, until_unfrozen
 from lit_resinit.watch import History, gate_statistics, metrics, to_record
 from lit_resinit.words import together
 
@@ -244,6 +245,7 @@ class ResidualInit(Callback):
         else:
             apply_(pl_module, plan, overwrite_trained=self.overwrite_trained)
             self._mark = mark_applied(pl_module, plan)
+            self.history = History([], self.on_ratio)  # what was recorded before is of another start
         self._accept(plan)
 
     def _plan(self, trainer: Any, pl_module: nn.Module, scheme: Scheme) -> ResidualPlan:
@@ -261,10 +263,9 @@ class ResidualInit(Callback):
         )
 
     def _accept(self, plan: ResidualPlan) -> None:
-        if (
-            self.plan is not None and [b.name for b in plan.branches] != self.history.branches
-        ) or not self.history.branches:
-            self.history = History([b.name for b in plan.branches], self.on_ratio)
+        names = [b.name for b in plan.branches]
+        if names != self.history.branches:
+            self.history = History(names, self.on_ratio)
         self.plan = plan
 
     # ---------------------------------------------------------------- 2. prove the identity
@@ -329,22 +330,24 @@ class ResidualInit(Callback):
             self._watch.stop_forward(None)
             self._judge_identity(trainer)
         if self._watch.due:
-            self._judge_step(trainer, pl_module, optimizer)
+            held = held_names(optimizer, pl_module) if len(trainer.optimizers) > 1 else None
+            self._judge_step(trainer, pl_module, optimizer, held)
         self._record(trainer, pl_module)
         if self._mark is not None:
             self._mark.moved = True
 
-    def _judge_step(self, trainer: Any, pl_module: nn.Module, optimizer: Any) -> None:
+    def _judge_step(self, trainer: Any, pl_module: nn.Module, optimizer: Any, held: set[str] | None) -> None:
         skipped = trainer.scaler is not None and self._any_rank(trainer, not has_finite_gradients(optimizer))
         if not skipped or self._watch.waited >= _SCALER_WAIT:
-            self._judge_gradients(trainer, pl_module)
-            self._look_again(trainer, pl_module, optimizer)
+            self._judge_gradients(trainer, pl_module, held)
+            self._look_again(trainer, pl_module, optimizer, held)
             self._warn_about_rest(pl_module, optimizer)
         elif self._watch.judge:
             self._watch.waited += 1
             self._watch.drop()
 
-    def _judge_gradients(self, trainer: Any, pl_module: nn.Module) -> None:
+    def _judge_gradients(self, trainer: Any, pl_module: nn.Module, held: set[str] | None = None) -> None:
+        """The first verdict; gates other than those ``held`` by this optimizer may have no gradient yet."""
         observation = self._watch.observation
         if observation is None or not self._watch.judge or self.plan is None or not observation.saw_backward:
             return
@@ -354,6 +357,8 @@ class ResidualInit(Callback):
         self.gradient_report = observation.gradients
         if _will_unfreeze(trainer):
             self.gradient_report = until_unfrozen(self.gradient_report, pl_module)
+        if held is not None:
+            self.gradient_report = until_stepped(self.gradient_report, held)
         self._watch.waking = Waking(self.gradient_report, self.patience)
         self._watch.alive = {n for n, g in self.gradient_report.gates.items() if g.status == "alive"}
         if self._slept:  # a run that was resumed: this is one more look at those that slept before
@@ -363,7 +368,7 @@ class ResidualInit(Callback):
         self._alarm(trainer)
         self._warn_about_sizes()
 
-    def _look_again(self, trainer: Any, pl_module: nn.Module, optimizer: Any) -> None:
+    def _look_again(self, trainer: Any, pl_module: nn.Module, optimizer: Any, held: set[str] | None) -> None:
         """A real step: some gate may have woken, or used up its patience."""
         waking = self._watch.waking
         if self._watch.judged_now:
@@ -371,7 +376,7 @@ class ResidualInit(Callback):
             return
         if waking is None or not self._watch.waiting or not has_rate(optimizer):
             return
-        self.gradient_report = waking.step(pl_module)
+        self.gradient_report = waking.step(pl_module, held)
         self._alarm(trainer)
 
     def _warn_about_frozen(self, trainer: Any, pl_module: nn.Module) -> None:
@@ -437,6 +442,7 @@ class ResidualInit(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Send the record to every logger; a batch without backward or optimizer step is tried again."""
+        self._watch.stop_forward(None)  # there was no backward, or no step that ended it
         if self._watch.recorded:
             self._send(trainer, pl_module)
             self._unpictured = True

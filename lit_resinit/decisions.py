@@ -34,6 +34,7 @@ class Branch:
         factor: What multiplies the skip (parameter names, else the operation), empty when nothing does.
         norms: Affine parameters of the block's norms, the evidence of training.
         length: Number of branches on its stream.
+        graded: Whether it ran with gradients, in the trace; a teacher or a target runs without.
         reason: Why the branch has no gate, with the line, when it has none.
         culprit: Module that runs the operation behind ``reason``.
     """
@@ -52,6 +53,7 @@ class Branch:
     factor: tuple[str, ...] = ()
     norms: tuple[str, ...] = ()
     length: int = 1
+    graded: bool = True
     reason: str = ""
     culprit: str = ""
 

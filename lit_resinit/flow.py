@@ -15,7 +15,8 @@ EPS = float(torch.finfo(torch.float32).eps)
 _NOISE = 32 * EPS
 _REASONS = 8
 
-ReasonKind = Literal["factor", "slope", "cancel", "data", "unreached", "hook", "written"]
+ReasonKind = Literal["factor", "slope", "cancel", "data", "chance", "unreached", "hook", "written"]
+BY_BATCH = ("data", "chance")  # what another batch, or another draw, changes
 State = Literal["live", "zero", "noise", "nonfinite", "absent"]
 
 
@@ -25,8 +26,9 @@ class Reason:
 
     ``factor``: another factor of a product is zero, because of ``parameters`` (empty: because of a constant);
     ``slope``: the function has slope zero there; ``cancel``: the terms cancel and rounding is left; ``data``: the
-    values of this batch; ``unreached``: the operation's output is not used by the loss; ``hook``: a hook on its output
-    replaced the error; ``written``: a backward written in Python returns a zero that no error went into.
+    values of this batch; ``chance``: a random draw; ``unreached``: the operation's output is not used by the loss;
+    ``hook``: a hook on its output replaced the error; ``written``: a backward written in Python returns a zero that no
+    error went into.
     """
 
     kind: ReasonKind
@@ -168,7 +170,7 @@ class Flow:
             else:
                 local = self._local(consumer, target)
                 found |= dict.fromkeys(local)
-                if parts and all(r.kind == "data" for r in local):
+                if parts and all(r.kind in BY_BATCH for r in local):
                     found |= dict.fromkeys(self.partly.get(consumer, ()))
         return tuple(sorted(found, key=self._rank)[:_REASONS])
 
@@ -199,6 +201,8 @@ class Flow:
             if zeros:
                 names = frozenset[str]().union(*(self.explain_zero(z) for z in zeros))
                 kind: ReasonKind = "data" if "<data>" in names and len(names) == 1 else "factor"
+                if kind == "data" and any(self.graph.nodes[z].noise for z in zeros):
+                    kind = "chance"
                 reasons.append(Reason(kind, call, names - {"<data>", "<constant>"}))
             elif self._value(operand) == 0.0 and not partners and not self._is_only_added(call, operand):
                 names = self.explain_zero(operand)
@@ -207,7 +211,7 @@ class Flow:
                 )
             else:
                 reasons.append(Reason("data", call))
-        if (call, target) in self.written and self.arriving.get(call) and all(r.kind == "data" for r in reasons):
+        if (call, target) in self.written and self.arriving.get(call) and all(r.kind in BY_BATCH for r in reasons):
             return [Reason("written", call)]
         return reasons or [Reason("data", call)]
 

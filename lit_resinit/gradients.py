@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lit_resinit import ops
 from lit_resinit.decisions import Branch, ResidualPlan
 from lit_resinit.errors import GradientError
-from lit_resinit.flow import Flow, Reason
+from lit_resinit.flow import BY_BATCH, Flow, Reason
 from lit_resinit.gates import INSERTED_NAME, holds
 from lit_resinit.identity import peak_of, to_host
 from lit_resinit.places import clean_name
@@ -47,6 +47,7 @@ class GateGradient:
         role: ``gate``, ``bias`` or ``zero layer``.
         attenuated_by: The operation that makes a small slope, with its line.
         remedy: What to do next, where that is something else than usual for the status.
+        by_chance: Whether a random draw made the gradient zero (a dropped branch), as it may again.
     """
 
     parameter: str
@@ -60,6 +61,7 @@ class GateGradient:
     role: Literal["gate", "bias", "zero layer"] = "gate"
     attenuated_by: str = ""
     remedy: str = ""
+    by_chance: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -264,12 +266,15 @@ class _Judge:
         reasons = self.flow.reasons_of(judged.name, edges)
         if not reasons:
             return verdict("asleep", "this batch sent it no error")
+        dropped = any(r.kind == "chance" for r in reasons)
         for reason in reasons:
             others = sorted(reason.parameters - {judged.name})
             mover = next((n for n in others if n in self.moving), None)
             if mover is not None:
                 cause = f"no error arrives while {mover} is zero, and {mover} learns"
-                return verdict("asleep", cause, waits_for=mover)
+                return verdict("asleep", cause, waits_for=mover, by_chance=dropped)
+        if dropped:
+            return verdict("asleep", "a random draw dropped its branch", by_chance=True)
         if any(r.kind == "data" for r in reasons):
             return verdict("asleep", "this batch sent it no error (masked, dropped or cut off)")
         reason = min(reasons, key=lambda r: r.call)
@@ -298,7 +303,7 @@ class _Judge:
             if not self.parameters[name].requires_grad:
                 continue
             for reason in flow.reasons_of(name, edges.get(name, [])):
-                if reason.kind == "data":
+                if reason.kind in BY_BATCH:
                     fresh.add(name)
                 for other in reason.parameters - {name}:
                     waiting.setdefault(other, []).append(name)

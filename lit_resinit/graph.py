@@ -44,6 +44,7 @@ class Call:
     source: str
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
+    graded: bool = True
 
 
 @dataclasses.dataclass(slots=True, eq=False)

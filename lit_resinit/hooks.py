@@ -64,9 +64,10 @@ def _scaled(output: Any, leaf: int, factor: Tensor | float) -> Any:
     return tree_unflatten(leaves, spec)
 
 
-def insert_gate(module: nn.Module, hook: GateHook, device: torch.device) -> None:
+def insert_gate(module: nn.Module, hook: GateHook, device: torch.device, trains: bool = True) -> None:
     """Register the scalar, at zero, and the hook that multiplies by it."""
-    module.register_parameter(inserted_name(hook.leaf), nn.Parameter(torch.zeros(1, device=device)))
+    gate = nn.Parameter(torch.zeros(1, device=device), requires_grad=trains)
+    module.register_parameter(inserted_name(hook.leaf), gate)
     attach(module, hook)
 
 

@@ -32,6 +32,12 @@ def holds_gates(optimizer: Any, optimizers: Sequence[Any], model: nn.Module, pla
     return not ours & set(_groups(optimizers)) or bool(ours & set(_groups([optimizer])))
 
 
+def held_names(optimizer: Any, model: nn.Module) -> set[str]:
+    """Names of the parameters that an optimizer moves."""
+    held = _groups([optimizer])
+    return {clean_name(n) for n, p in model.named_parameters(remove_duplicate=False) if id(p) in held}
+
+
 def has_rate(optimizer: Any) -> bool:
     """Whether its step moves anything: a warm-up may begin at a learning rate of zero."""
     return any(group["lr"] != 0 for group in optimizer.param_groups)
@@ -69,7 +75,8 @@ def check_optimizers(optimizers: Sequence[Any], model: nn.Module, plan: Residual
             f"looked for {len(gates)} gates in {sum(len(o.param_groups) for o in optimizers)} parameter groups; "
             f"expected each in one, found {len(lost)} in none: {_first(lost, ', ', ' and')}. "
             "Nothing would ever move them. Build the optimizer from `self.parameters()` or "
-            "`lit_resinit.param_groups(self, plan)`."
+            "`lit_resinit.param_groups(self, plan)`; a network that is never trained (a target, a teacher) says so "
+            "with `requires_grad_(False)`, or is left out with `exclude`."
         )
     scalars = [n for n, p in gates.items() if p.numel() == 1 and held.get(id(p), {}).get("weight_decay")]
     if scalars:

@@ -236,6 +236,7 @@ class _Planner:
             factor=self._factor_names(addition),
             norms=tuple(dict.fromkeys(name for place in nearby for name in norms.get(place, ()))),
             length=length,
+            graded=call.graded,
             reason=f"{stopped.reason} ({_at(self.graph.source(stopped.stopped_by))})"
             if stopped and stopped.stopped_by
             else "",

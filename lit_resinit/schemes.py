@@ -21,6 +21,7 @@ from lit_resinit.hooks import (
     insert_gate,
     mark_applied,
 )
+from lit_resinit.naming import is_below
 from lit_resinit.places import clean_name
 from lit_resinit.words import without_numbers
 
@@ -189,7 +190,7 @@ def _write(gate: Gate, branch: Branch, parameters: dict[str, nn.Parameter], modu
         for name in (gate.parameter, *gate.biases):
             parameters[name].mul_(branch.length**-0.5)
     elif gate.kind == "inserted" and gate.module:
-        _insert(gate, modules[gate.module], parameters)
+        _insert(gate, branch, modules[gate.module], parameters)
     else:
         target = parameters[gate.parameter]
         (target if gate.index is None else target[gate.index]).fill_(gate.value)
@@ -197,11 +198,13 @@ def _write(gate: Gate, branch: Branch, parameters: dict[str, nn.Parameter], modu
             parameters[name].zero_()
 
 
-def _insert(gate: Gate, module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
+def _insert(gate: Gate, branch: Branch, module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
+    """A scalar that learns, but in a frozen block that runs without gradients: a teacher."""
     near = next(module.parameters(), None)
     near = next(iter(parameters.values())) if near is None else near
     folds = tuple((name, gate.value) for name in gate.folds_into)
-    insert_gate(module, GateHook(gate.leaf, gate.module, folds), near.device)
+    trains = branch.graded or any(p.requires_grad for n, p in parameters.items() if is_below(n, branch.block))
+    insert_gate(module, GateHook(gate.leaf, gate.module, folds), near.device, trains)
 
 
 # -------------------------------------------------------------------- folding

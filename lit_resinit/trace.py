@@ -163,7 +163,7 @@ class Recorder(TorchDispatchMode):
         inputs = tuple(self.node_of(a, owner) for a in tree_iter((args, kwargs)) if isinstance(a, Tensor))
         numbers = tuple(None if _holds_tensor(a) else a for a in args)
         others = {k: v for k, v in kwargs.items() if not _holds_tensor(v)}
-        return Call(func, numbers, others, owner, line, user_line(2), inputs)
+        return Call(func, numbers, others, owner, line, user_line(2), inputs, graded=torch.is_grad_enabled())
 
     def _finish(self, call: Call, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         graph = self.graph

@@ -26,6 +26,17 @@ def until_unfrozen(report: GradientReport, model: nn.Module) -> GradientReport:
     return GradientReport(gates)
 
 
+def until_stepped(report: GradientReport, held: set[str]) -> GradientReport:
+    """The report with gates of other optimizers, which have no gradient before their own step, as sleepers."""
+    gates = dict(report.gates)
+    for name, gate in report.gates.items():
+        if gate.status == "missing" and name not in held:
+            gates[name] = dataclasses.replace(
+                gate, status="asleep", cause="the optimizer that holds it is still to step"
+            )
+    return GradientReport(gates)
+
+
 def leaves_behind(loss: Tensor, *, through_empty: bool = True) -> set[int]:
     """``id`` of every leaf that the backward of a loss ends in."""
     found: set[int] = set()
@@ -79,10 +90,10 @@ class Waking:
         self._depends |= {names[i] for i in leaves_behind(loss) if i in names}
         self._fed |= {names[i] for i in leaves_behind(loss, through_empty=False) if i in names}
 
-    def step(self, model: nn.Module) -> GradientReport:
-        """Judge the sleepers by the gradients of one more real step."""
+    def step(self, model: nn.Module, held: set[str] | None = None) -> GradientReport:
+        """Judge the sleepers by the gradients of one more real step, which moves those ``held``, or all."""
         self.steps += 1
-        return self._look(model, list(self.slept))
+        return self._look(model, [n for n in self.slept if held is None or n in held])
 
     def _look(self, model: nn.Module, names: list[str]) -> GradientReport:
         parameters = {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
@@ -97,7 +108,8 @@ class Waking:
                 del self.slept[name]
                 continue
             size = None if name in self._depends - self._fed and sizes.get(name) == 0.0 else sizes.get(name)
-            if size is None and self._may_run_later(name):
+            dropped = size == 0.0 and gates[name].by_chance
+            if (size is None or dropped) and self._may_run_later(name):
                 continue
             self.slept[name] += 1
             verdict = self._verdict(gates[name], size)
