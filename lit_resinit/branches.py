@@ -89,6 +89,7 @@ class _Finder:
         self.nodes = graph.nodes
         self.found: dict[int, Addition] = {}
         self.readers = graph.consumers()
+        self.uses = NetworkUses(graph, self.readers)
         self.lone_factors = False
         self.across_parts = False
 
@@ -139,6 +140,8 @@ class _Finder:
 
     def _residual(self, node: Node, address: Address) -> Addition | None:
         left, right = node.inputs
+        if self._mixes_streams(left, right):
+            return None
         pairs = [(s, b) for s, b in ((left, right), (right, left)) if self.nodes[s].shape == node.shape]
         for skip, branch in pairs:
             addition = self._identity(node, skip, branch, address)
@@ -149,6 +152,11 @@ class _Finder:
             if addition is not None:
                 return addition
         return None
+
+    def _mixes_streams(self, left: int, right: int) -> bool:
+        """``a * x + b * y`` with learned factors, one of them on the stream itself: neither is a branch."""
+        scaled = [[link for link in self._stream_chain(i) if self._is_rescaled(link)] for i in (left, right)]
+        return all(scaled) and any(link.node in self.found for links in scaled for link in links)
 
     # ---------------------------------------------------------------- identity skip
 
@@ -445,6 +453,9 @@ class _Finder:
             interior = self._interior(link, branch, inside=address.block, coupled=False)
             if interior is None or not self._learns(link.node, interior):
                 continue
+            ends = {node.index, *(step.node for step in chain)}
+            if not self.uses.feeds_layer(node.index) and not self._is_private(interior, branch, ends):
+                return None
             layers, curved = _Depth(self, link.node, interior).of(branch)
             u_shaped = self._is_u_shaped(link.node, branch, interior, address.block)
             if layers and layers + curved > max(1, link.layers) and not self._samples_noise(interior) and not u_shaped:
@@ -480,6 +491,11 @@ class _Finder:
             chain.append(step)
         return chain
 
+    def _is_private(self, interior: frozenset[int], end: int, known: set[int]) -> bool:
+        """Whether nobody but skip and sum reads what the branch computes on its way; else it is a head on a stream."""
+        readers = (r for i in interior if i != end for r in self.readers[i] if self.nodes[r].op != "statistic")
+        return all(r in interior or r in known for r in readers)
+
     def _samples_noise(self, interior: frozenset[int]) -> bool:
         """Whether the supposed branch is a random draw (``mean + eps * std``)."""
         return any(self.nodes[i].op in ops.NORMAL_NOISE for index in interior for i in self.nodes[index].inputs)
@@ -507,8 +523,7 @@ class _Finder:
             addition.root = addition.skip
 
     def _drop_loss_terms(self) -> None:
-        uses = NetworkUses(self.graph, self.readers)
-        for index in [i for i in self.found if not uses.has(i)]:
+        for index in [i for i in self.found if not self.uses.has(i)]:
             del self.found[index]
 
     def _drop_summands(self) -> None:
@@ -555,6 +570,10 @@ class NetworkUses:
                 below = self._learned[node.index] or (reads and graph.nodes[source].data)
                 self._learned[source] = self._learned[source] or below
         self._returned = {n for output in graph.outputs for n in output.nodes}
+
+    def feeds_layer(self, index: int) -> bool:
+        """Whether a learned layer reads a value, or something computed from it."""
+        return self._learned[index]
 
     def has(self, index: int) -> bool:
         """Whether the network itself uses a value."""

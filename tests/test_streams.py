@@ -393,3 +393,55 @@ def test_stream_of_learned_queries_is_a_stream() -> None:
     assert {n for b in plan.branches for n in b.norms} <= {f"norms.{i}.weight" for i in range(3)}
     apply_(model, plan)
     assert check_identity(model, plan, x).ok
+
+
+class Mixing(nn.Module):
+    """Every block reads a learned mix of the stream and its start."""
+
+    def __init__(self, kept: float) -> None:
+        super().__init__()
+        self.norm, self.blocks, self.head = nn.LayerNorm(WIDTH), nn.ModuleList(), nn.Linear(WIDTH, 2)
+        self.stream, self.start = nn.ParameterList(), nn.ParameterList()
+        for _ in range(DEPTH):
+            self.blocks.append(Plain())
+            self.stream.append(nn.Parameter(torch.ones(())))
+            self.start.append(nn.Parameter(torch.full((), kept)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = start = self.norm(x)
+        for block, a, b in zip(self.blocks, self.stream, self.start, strict=True):
+            x = block(a * x + b * start)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.1])
+def test_mix_of_the_stream_and_its_start_is_no_branch(kept: float) -> None:
+    assert [b.name for b in make_plan(Mixing(kept), torch.randn(4, WIDTH)).branches] == [
+        "blocks.0",
+        "blocks.1",
+        "blocks.2",
+    ]
+
+
+class Exits(nn.Module):
+    """What heads on every layer say is added up."""
+
+    def __init__(self, layer: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(DEPTH))
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, 2) for _ in range(DEPTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros(())
+        for layer, head in zip(self.layers, self.heads, strict=True):
+            x = layer(x)
+            total = total + head(x)
+        return total
+
+
+def test_sum_of_heads_is_no_stream() -> None:
+    with pytest.raises(NoBranchError):
+        make_plan(Exits(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())), torch.randn(4, WIDTH))
+    assert [b.name for b in make_plan(Exits(Plain), torch.randn(4, WIDTH)).branches] == [
+        f"layers.{i}" for i in range(3)
+    ]
