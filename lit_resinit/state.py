@@ -16,6 +16,8 @@ from torch import nn
 # Parameters, buffers, sub-modules and hooks of a module lie in such containers too.
 _CONTAINERS = (dict, collections.OrderedDict, list, set)
 
+_ALL_ONES = 0x12DD9BB3  # what a Mersenne Twister holds where it gives 32 ones
+
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
@@ -27,6 +29,15 @@ def no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def cast_lots(lot: float) -> None:
+    """Let the next few hundred draws of Python's and numpy's generators all be zero, or all be nearly one."""
+    words = [_ALL_ONES if lot else 0] * 623 + [1]  # the last one ends it: a loop may wait for another draw
+    random.setstate((3, (*words, 0), None))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.set_state(("MT19937", numpy.array(words, dtype=numpy.uint32), 0))
 
 
 @contextlib.contextmanager

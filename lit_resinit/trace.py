@@ -22,10 +22,11 @@ from lit_resinit.graph import Call, Graph, ModuleOutput
 from lit_resinit.measuring import is_not_forward, measuring
 from lit_resinit.places import aliases, clean_name, locate, module_names, user_line
 from lit_resinit.spelling import Spelling
-from lit_resinit.state import host_random_state, keep_rng, keep_state
+from lit_resinit.state import cast_lots, host_random_state, keep_rng, keep_state
 from lit_resinit.tensors import covers_memory, geometry
 
-_DRAWS = 12  # more forwards where one draws lots (layer drop), the fullest of which is kept
+_DRAWS = 6  # more forwards where one draws lots (layer drop), the fullest of which is kept
+_LOTS = 1000  # lots that are set at most: a loop may wait for another one
 _DEVICE = torch.ops.prim.device.default
 
 Run = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
@@ -59,9 +60,16 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(
-        self, model: nn.Module, inputs: Any = (), *, keep_storage: bool = False, note_outputs: bool = False
+        self,
+        model: nn.Module,
+        inputs: Any = (),
+        *,
+        keep_storage: bool = False,
+        note_outputs: bool = False,
+        lot: float | None = None,
     ) -> None:
         super().__init__()
+        self._lot = lot
         self.names = module_names(model)
         self.graph = Graph(aliases=aliases(model, self.names))
         self._keep_storage = keep_storage
@@ -172,13 +180,20 @@ class Recorder(TorchDispatchMode):
         graph.executed[call.owner] = graph.executed.get(call.owner, 0) + 1
         written = ops.written_arguments(func)
         results = [t for t in tree_iter(out) if isinstance(t, Tensor)]
-        if ops.is_random(func) and any(t.numel() == 1 for t in results):
-            graph.lots += 1
+        if ops.is_random(func):
+            self._draw([t for t in results if t.numel() == 1])
         if not results and not written:
             return
         nodes = Spelling(graph, index, call, args, kwargs, self.node_of).nodes(results)
         self._place(func, args, kwargs, results, nodes)
         call.outputs = tuple(n for n in nodes if graph.nodes[n].call == index)
+
+    def _draw(self, lots: list[Tensor]) -> None:
+        """Count single numbers drawn, by which a forward may choose its way, and put the given lot in their place."""
+        self.graph.lots += bool(lots)
+        if self._lot is not None and self.graph.lots <= _LOTS:
+            for tensor in lots:
+                tensor.fill_(self._lot)
 
     def _place(
         self,
@@ -284,19 +299,25 @@ def trace(
     ) from first
 
 
-def _fullest(attempt: Callable[[], Graph]) -> Graph:
-    """The forward, repeated where it draws lots: layers that are skipped at random would be missed by a single one."""
+def _fullest(attempt: Callable[[float | None], Graph]) -> Graph:
+    """The forward, repeated where it draws lots: layers that are skipped at random would be missed by a single one.
+
+    Where every lot is the smallest, or the largest there is, either all layers run that lots decide upon, or none.
+    """
     before = host_random_state()
-    graph = attempt()
+    graph = attempt(None)
     if not graph.lots and host_random_state() == before:
         return graph
-    for _ in range(_DRAWS):
-        other = attempt()
+    for lot in (0.0, 1.0 - 2.0**-24, *[None] * _DRAWS):
+        with keep_rng() if lot is not None else contextlib.nullcontext():
+            if lot is not None:
+                cast_lots(lot)
+            other = attempt(lot)
         graph = max(graph, other, key=lambda g: len(g.calls))
     return graph
 
 
-def _trace_fake(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> Graph:
+def _trace_fake(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, lot: float | None) -> Graph:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memo = {id(t): mode.from_tensor(t.detach()) for t in _computed_attributes(model)}
     memo |= {id(t): mode.from_tensor(t) for t in (*model.parameters(), *model.buffers())}
@@ -321,23 +342,25 @@ def _quiet(logger: logging.Logger) -> Iterator[None]:
         logger.disabled = before
 
 
-def _trace_copy(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> Graph:
+def _trace_copy(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, lot: float | None) -> Graph:
     memo: dict[int, Any] = {id(p): p for p in model.parameters()}
     memo |= {id(t): t.detach().clone() for t in _computed_attributes(model)}
     twin = copy.deepcopy(model, memo)
     _train_like(twin)
-    return _record_real(twin, args, kwargs, run)
+    return _record_real(twin, args, kwargs, run, lot)
 
 
-def _trace_in_place(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> Graph:
+def _trace_in_place(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, lot: float | None
+) -> Graph:
     with keep_state(model):
         _train_like(model)
-        return _record_real(model, args, kwargs, run)
+        return _record_real(model, args, kwargs, run, lot)
 
 
-def _record_real(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> Graph:
+def _record_real(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, lot: float | None) -> Graph:
     args, kwargs = tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), (args, kwargs))
-    recorder = Recorder(model, (args, kwargs), note_outputs=True)
+    recorder = Recorder(model, (args, kwargs), note_outputs=True, lot=lot)
     with recorder:
         run(model, args, kwargs)
     return recorder.graph

@@ -341,3 +341,46 @@ def test_numbers_added_are_shifts_whatever_their_kind(function: Callable[[Tensor
     assert [n.op for n in graph.nodes if n.op in ("shift", "scale", "add")] == steps
     with pytest.raises(NoBranchError):
         make_plan(Net(), torch.randn(2, 3, dtype=torch.complex64))
+
+
+class Skipped(nn.Module):
+    """Layers are skipped at random, one lot each."""
+
+    def __init__(self, draw: Callable[[], float], depth: int, keeps: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Plain() for _ in range(depth))
+        self.draw, self.keeps = draw, keeps
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if (self.draw() < 0.5) == self.keeps:
+                x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize(
+    "draw", [lambda: torch.rand([]), lambda: torch.rand(1).item(), random.random, lambda: numpy.random.uniform(0, 1)]
+)
+def test_layers_that_lots_decide_upon_are_all_seen(draw: Callable[[], float], keeps: bool) -> None:
+    model = Skipped(draw, 40, keeps)
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
+    assert len(make_plan(model, X)) == 40
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1:] == (random.getstate(), numpy.random.get_state()[1].tolist())
+
+
+def test_a_loop_that_waits_for_a_lot_comes_to_its_end() -> None:
+    class Waiting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Plain()
+
+        def forward(self, x: Tensor) -> Tensor:
+            while random.random() > 0.5 or torch.rand(()) > 0.5:
+                pass
+            while random.random() < 0.5 or torch.rand(()) < 0.5:
+                pass
+            return self.block(x)
+
+    assert len(make_plan(Waiting(), X)) == 1
