@@ -140,8 +140,6 @@ class _Finder:
 
     def _residual(self, node: Node, address: Address) -> Addition | None:
         left, right = node.inputs
-        if self._mixes_streams(left, right):
-            return None
         pairs = [(s, b) for s, b in ((left, right), (right, left)) if self.nodes[s].shape == node.shape]
         for skip, branch in pairs:
             addition = self._identity(node, skip, branch, address)
@@ -152,11 +150,6 @@ class _Finder:
             if addition is not None:
                 return addition
         return None
-
-    def _mixes_streams(self, left: int, right: int) -> bool:
-        """``a * x + b * y`` with learned factors, one of them on the stream itself: neither is a branch."""
-        scaled = [[link for link in self._stream_chain(i) if self._is_rescaled(link)] for i in (left, right)]
-        return all(scaled) and any(link.node in self.found for links in scaled for link in links)
 
     # ---------------------------------------------------------------- identity skip
 
@@ -170,9 +163,9 @@ class _Finder:
         ]
         if self._cancels(chain, branch):
             return None
-        shared = {link.node for link in chain}
+        shared, mixed = {link.node for link in chain}, self._is_scaled_stream(branch)
         for link, start in starts:
-            if self.lone_factors and self._is_rescaled(link):
+            if self._is_rescaled(link) and (self.lone_factors or mixed):
                 continue
             interior = self._interior(start, branch)
             pooled = math.prod(self.nodes[start.node].shape) > math.prod(node.shape)
@@ -186,7 +179,11 @@ class _Finder:
 
     def _is_rescaled(self, link: _Link) -> bool:
         """A learned factor on both summands mixes two views of one value (the logits of graph attention)."""
-        return any(self.nodes[i].op == "mul" for i in link.scales)
+        return any(self.nodes[i].op == "mul" and self.nodes[i].learned for i in link.scales)
+
+    def _is_scaled_stream(self, summand: int) -> bool:
+        """``a * x`` with a learned factor on the stream itself: beside ``b * y`` it is a mix, no branch."""
+        return any(self._is_rescaled(link) for link in self._stream_chain(summand) if link.node in self.found)
 
     def _is_negated(self, link: _Link) -> bool:
         """A value that is subtracted from something is no stream that goes on."""
@@ -447,6 +444,8 @@ class _Finder:
     def _projection(self, node: Node, skip: int, branch: int, address: Address) -> Addition | None:
         chain = self._projection_chain(skip)
         wanted = [link for link in chain if link.layers or link.norms]
+        if self._is_scaled_stream(branch) and any(map(self._is_rescaled, self._stream_chain(skip))):
+            return None
         for link in sorted(wanted, key=lambda item: -item.node):
             if link.node >= branch:
                 continue

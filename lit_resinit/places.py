@@ -10,6 +10,7 @@ from torch import nn
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _PACKAGE_FOLDER = os.path.dirname(__file__) + os.sep
+_TRACER = _PACKAGE_FOLDER + "trace.py"
 # Frames between an operation and the mode that records it.
 _MACHINERY = (
     _PACKAGE_FOLDER,
@@ -49,6 +50,8 @@ def locate(names: dict[int, str], depth: int) -> tuple[str, str]:
     line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
     while frame is not None:
         code = frame.f_code
+        if code.co_filename == _TRACER:  # whoever asked for the trace has nothing to do with it
+            break
         if code.co_argcount:
             owner = names.get(id(frame.f_locals.get(code.co_varnames[0])))
             if owner is not None:

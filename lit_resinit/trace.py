@@ -26,6 +26,7 @@ from lit_resinit.state import cast_lots, host_random_state, keep_rng, keep_state
 from lit_resinit.tensors import covers_memory, geometry
 
 _DRAWS = 6  # more forwards where one draws lots (layer drop), the fullest of which is kept
+_ORIGINAL = "the original runs, not its copy"
 _LOTS = 1000  # lots that are set at most: a loop may wait for another one
 _DEVICE = torch.ops.prim.device.default
 
@@ -34,6 +35,10 @@ Run = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 def _holds_tensor(argument: Any) -> bool:
     return any(isinstance(t, Tensor) for t in tree_iter(argument))
+
+
+class _NotACopyError(Exception):
+    """A copied network runs code of the original: a function kept as an attribute, which remembers the module."""
 
 
 class _Storage:
@@ -57,6 +62,8 @@ class Recorder(TorchDispatchMode):
         inputs: Anything with tensors in it that counts as data.
         keep_storage: Whether to keep the memory of every value alive, which is free for fake tensors only.
         note_outputs: Whether to note what every call of a module returned.
+        lot: What takes the place of single numbers that are drawn.
+        original: The module that ``model`` is a copy of; where it runs instead, recording stops with an error.
     """
 
     def __init__(
@@ -67,6 +74,7 @@ class Recorder(TorchDispatchMode):
         keep_storage: bool = False,
         note_outputs: bool = False,
         lot: float | None = None,
+        original: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self._lot = lot
@@ -78,6 +86,10 @@ class Recorder(TorchDispatchMode):
         self._modules = {clean_name(name): module for name, module in model.named_modules()}
         self._noted = [m for m in model.modules() if not hasattr(m, "_orig_mod")] if note_outputs else []
         self._hooks: list[Any] = []
+        self._strangers: set[int] = set()
+        if original is not None:
+            self.names |= {id(m): _ORIGINAL for m in original.modules() if id(m) not in self.names}
+            self._strangers = {id(p) for p in original.parameters()} - {id(p) for p in model.parameters()}
         for name, parameter in model.named_parameters():
             self._leaf(parameter, "parameter", clean_name(name), learned=True)
         for name, buffer in model.named_buffers():
@@ -154,6 +166,8 @@ class Recorder(TorchDispatchMode):
             name = self._gathered_name(tensor, owner)
             if name:
                 return self._leaf(tensor, "parameter", name, learned=True, anew=True)
+        if found is None and id(tensor) in self._strangers:
+            raise _NotACopyError(_ORIGINAL)
         return self._leaf(tensor, "constant", "") if found is None else found
 
     def _gathered_name(self, tensor: Tensor, owner: str) -> str:
@@ -168,6 +182,8 @@ class Recorder(TorchDispatchMode):
 
     def _begin(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         owner, line = locate(self.names, 2)
+        if owner == _ORIGINAL:
+            raise _NotACopyError(_ORIGINAL)
         inputs = tuple(self.node_of(a, owner) for a in tree_iter((args, kwargs)) if isinstance(a, Tensor))
         numbers = tuple(None if _holds_tensor(a) else a for a in args)
         others = {k: v for k, v in kwargs.items() if not _holds_tensor(v)}
@@ -193,7 +209,8 @@ class Recorder(TorchDispatchMode):
         self.graph.lots += bool(lots)
         if self._lot is not None and self.graph.lots <= _LOTS:
             for tensor in lots:
-                tensor.fill_(self._lot)
+                if not isinstance(tensor, FakeTensor):  # which has no memory, and no value to look at
+                    tensor.fill_(self._lot)
 
     def _place(
         self,
@@ -326,7 +343,7 @@ def _trace_fake(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     _train_like(twin)
     with mode, _quiet(logging.getLogger("torch._subclasses.fake_tensor")):
         args, kwargs = tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
-        recorder = Recorder(twin, (args, kwargs), keep_storage=True, note_outputs=True)
+        recorder = Recorder(twin, (args, kwargs), keep_storage=True, note_outputs=True, lot=lot, original=model)
         with recorder:
             run(twin, args, kwargs)
     return recorder.graph
@@ -347,7 +364,7 @@ def _trace_copy(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     memo |= {id(t): t.detach().clone() for t in _computed_attributes(model)}
     twin = copy.deepcopy(model, memo)
     _train_like(twin)
-    return _record_real(twin, args, kwargs, run, lot)
+    return _record_real(twin, args, kwargs, run, lot, model)
 
 
 def _trace_in_place(
@@ -358,9 +375,16 @@ def _trace_in_place(
         return _record_real(model, args, kwargs, run, lot)
 
 
-def _record_real(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, lot: float | None) -> Graph:
+def _record_real(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    run: Run,
+    lot: float | None,
+    original: nn.Module | None = None,
+) -> Graph:
     args, kwargs = tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), (args, kwargs))
-    recorder = Recorder(model, (args, kwargs), note_outputs=True, lot=lot)
+    recorder = Recorder(model, (args, kwargs), note_outputs=True, lot=lot, original=original)
     with recorder:
         run(model, args, kwargs)
     return recorder.graph

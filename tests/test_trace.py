@@ -384,3 +384,37 @@ def test_a_loop_that_waits_for_a_lot_comes_to_its_end() -> None:
             return self.block(x)
 
     assert len(make_plan(Waiting(), X)) == 1
+
+
+class Remembering(nn.Module):
+    """A function kept as an attribute, which a copy of the module shares with it."""
+
+    def __init__(self, looks: bool) -> None:
+        super().__init__()
+        self.f, self.scale = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), nn.Parameter(torch.ones(1))
+        self.runs = 0
+        self.op = lambda x: x + self.f(x) * self.scale if not looks or x.sum() < 1e9 else x
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return self.op(x)
+
+
+def replaced() -> nn.Module:
+    block = Plain()
+    block.forward = lambda x, old=block.forward: old(old(x))  # type: ignore[method-assign]
+    return block
+
+
+@pytest.mark.parametrize(
+    ("build", "count"),
+    [(lambda: Remembering(False), 1), (lambda: Remembering(True), 1), (replaced, 2)],
+    ids=["attribute", "attribute that looks at values", "replaced forward"],
+)
+def test_code_that_remembers_the_original_is_traced_there(build: Callable[[], nn.Module], count: int) -> None:
+    model = nn.Sequential(Plain(), build(), nn.Linear(WIDTH, 2))
+    before, runs = copy.deepcopy(model.state_dict()), getattr(model[1], "runs", 0)
+    plan = make_plan(model, X)
+    assert len(plan) == 1 + count
+    assert all(torch.equal(before[n], v) for n, v in model.state_dict().items())
+    assert getattr(model[1], "runs", 0) == runs
