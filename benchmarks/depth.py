@@ -41,7 +41,7 @@ def measure_one(blocks: int) -> dict[str, float]:
     before, times, plans = peak(), {}, []
     times["plan"] = seconds(lambda: plans.append(make_plan(training.net, training.x)))
     memory, plan = peak() - before, plans[0]
-    times["apply"] = seconds(lambda: apply_(training.net, plan))
+    times["apply"] = seconds(lambda: apply_(training.net, plan, overwrite_trained=True))
     history = History([b.name for b in plan.branches])
     parts: dict[str, Callable[[], object]] = {
         "identity": lambda: check_identity(training.net, plan, training.x),
