@@ -353,7 +353,7 @@ class ResidualInit(Callback):
             return
         self._watch.judge = False
         observation.finish()
-        self._watch.observation = None
+        self._watch.retire()
         self.gradient_report = observation.gradients
         if _will_unfreeze(trainer):
             self.gradient_report = until_unfrozen(self.gradient_report, pl_module)
@@ -450,6 +450,7 @@ class ResidualInit(Callback):
             self._follow(trainer)
         if self._watch.observation is not None and not _accumulates(trainer):
             self._watch.drop()
+        self._watch.end_batch()
 
     def _send(self, trainer: Any, pl_module: nn.Module) -> None:
         """One call to each logger; the progress bar only where that was asked for."""

@@ -24,6 +24,7 @@ class Observation:
         self._exit = contextlib.ExitStack()
         self._identity: IdentityReport | None = None
         self._gradients: GradientReport | None = None
+        self._graph: list[Any] = []  # see `GradientProbe.release`
 
     @property
     def identity(self) -> IdentityReport:
@@ -75,7 +76,7 @@ class Observation:
         """Leave no hook, mode or tensor behind."""
         self.stop()
         if self._probe is not None:
-            self._probe.release()
+            self._graph = self._probe.release()
             self._probe = None
 
 

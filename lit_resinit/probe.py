@@ -234,17 +234,24 @@ class GradientProbe(IdentityProbe):
         self._windows.clear()
         self._eager.close()
 
-    def release(self) -> None:
-        """Remove every hook and let go of every tensor and graph."""
+    def release(self) -> list[Any]:
+        """Remove every hook and let go of every tensor.
+
+        Returns:
+            The functions of the autograd graph that Python has seen, in the order of the forward. Such functions take
+            along what lies before them, one inside the other, so that a deep graph that goes at once ends the process:
+            hold the list until the loss is gone, and it goes one by one, the last first.
+        """
         for handle in self._handles:
             handle.remove()
         self._handles, self._fresh = [], []
         self._hooked, self._sizes, self._sums, self._accumulations = {}, {}, {}, {}
-        while self._functions:
-            self._functions.popitem()  # the last first: else the first to go takes all the others along, recursively
+        functions = [function for function, _ in self._functions.values()]
+        self._functions.clear()
         self._memory.clear()
         self._objects.clear()
         self._entering.clear()
+        return functions
 
 
 class _Window(TorchDispatchMode):

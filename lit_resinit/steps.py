@@ -29,6 +29,8 @@ class Watch:
         self.moments: Moments | None = None
         self.recorded = self.logs = False
         self._watcher: Watcher | None = None
+        self._retired: list[Observation] = []
+        self._outlived: list[Observation] = []
         self._modes = contextlib.ExitStack()
 
     @property
@@ -77,9 +79,18 @@ class Watch:
     def drop(self) -> None:
         """Give up this step's observation; the next batch is observed instead."""
         self.close_modes()
+        self.retire()
+
+    def retire(self) -> None:
+        """Let go of the observation, but of its graph only when the loss of this batch is gone."""
         if self.observation is not None:
             self.observation.close()
+            self._retired.append(self.observation)
             self.observation = None
+
+    def end_batch(self) -> None:
+        """The Trainer holds the loss of a batch until the next one is over."""
+        self._outlived, self._retired = self._retired, []
 
     def close(self) -> None:
         """Leave nothing behind."""

@@ -1,5 +1,10 @@
 """Faults that hostile use once found, each with the right value."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -224,3 +229,31 @@ def test_the_operand_of_a_merge_that_is_an_index_is_no_factor():
     model, x = nn.Sequential(Routed(), Routed()), torch.randn(5, WIDTH)
     plan = make_plan(model, x)
     assert check_identity(apply_(model, plan), plan, x).ok
+
+
+DEEP = """
+import torch
+from networks import WIDTH, Classifier, Plain, data, stack, trainer
+from lit_resinit import ResidualInit
+
+fit = trainer("{root}", ResidualInit(), max_steps=4, max_epochs=-1)
+fit.fit(Classifier(stack(Plain, 700)), data(WIDTH))
+print("trained", fit.global_step)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the size of the stack is set as Linux does")
+def test_the_graph_of_a_deep_network_goes_piece_by_piece(tmp_path: Path) -> None:
+    import resource
+
+    def small_stack() -> None:
+        resource.setrlimit(resource.RLIMIT_STACK, (512 * 1024, 512 * 1024))
+
+    script = [sys.executable, "-c", DEEP.format(root=tmp_path)]
+    here = Path(__file__).parent
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(here), str(here.parent)])}
+    done = subprocess.run(
+        script, env=environment, preexec_fn=small_stack, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "trained 4" in done.stdout
