@@ -171,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[Row]]:
         rows = measure((6,), (0,), steps, (1e-2,))
         last = [deepest(20, 2)]
     else:
-        steps = {20: 300, 64: 300, 200: 200, 1000: 100}
+        steps = {20: 300, 64: 200, 200: 100, 1000: 30}
         rows = measure(tuple(steps), (0, 1, 2), steps, RATES)
         last = [deepest(options.deepest, 20)]
     text = [
