@@ -242,7 +242,6 @@ print("trained", fit.global_step)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the size of the stack is set as Linux does")
 def test_the_graph_of_a_deep_network_goes_piece_by_piece(tmp_path: Path) -> None:
     import resource
 
