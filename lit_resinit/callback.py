@@ -534,14 +534,14 @@ class ResidualInit(Callback):
 
     def _act(self, policy: Policy, error: ResInitError) -> None:
         if policy == "raise":
-            self._watch.close()
+            self._watch.stop()
             raise error
         if policy == "warn":
             warn(str(error))
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
         """Leave no hook or mode behind, and a page that says what stopped the run."""
-        self._watch.close()
+        self._watch.stop()
         self._stop_explaining()
         give_back_loader(trainer, pl_module)
         if self.plan is not None:

@@ -24,7 +24,7 @@ class Observation:
         self._exit = contextlib.ExitStack()
         self._identity: IdentityReport | None = None
         self._gradients: GradientReport | None = None
-        self._graph: list[Any] = []  # see `GradientProbe.release`
+        self.graph: list[Any] = []  # see `GradientProbe.release`
 
     @property
     def identity(self) -> IdentityReport:
@@ -76,7 +76,7 @@ class Observation:
         """Leave no hook, mode or tensor behind."""
         self.stop()
         if self._probe is not None:
-            self._graph = self._probe.release()
+            self.graph = self._probe.release()
             self._probe = None
 
 
@@ -97,7 +97,8 @@ def observe(model: nn.Module, plan: ResidualPlan, inputs: Any = ()) -> Iterator[
         An :class:`Observation`; ``identity`` and ``gradients`` are ready after the block.
 
     Note:
-        Cost: at most four plain steps. Compiled modules run uncompiled inside.
+        Cost: one to three plain steps (``benchmarks/overhead.py``), more where a checkpointed forward is run again.
+        Compiled modules run uncompiled inside.
 
     Example:
         >>> from lit_resinit import apply_, make_plan

@@ -84,4 +84,7 @@ def keep_state(model: nn.Module) -> Iterator[None]:
 def host_random_state() -> tuple[Any, ...]:
     """Where the generators of Python and, where it is loaded, numpy stand."""
     numpy = sys.modules.get("numpy")
-    return random.getstate(), repr(numpy.random.get_state()) if numpy is not None else None
+    if numpy is None:
+        return random.getstate(), None
+    _, words, *rest = numpy.random.get_state()
+    return random.getstate(), (words.tobytes(), *rest)

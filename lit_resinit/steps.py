@@ -29,8 +29,8 @@ class Watch:
         self.moments: Moments | None = None
         self.recorded = self.logs = False
         self._watcher: Watcher | None = None
-        self._retired: list[Observation] = []
-        self._outlived: list[Observation] = []
+        self._graphs: list[list[Any]] = []  # of this batch, and of the one before; see `GradientProbe.release`
+        self._older_graphs: list[list[Any]] = []
         self._modes = contextlib.ExitStack()
 
     @property
@@ -85,14 +85,19 @@ class Watch:
         """Let go of the observation, but of its graph only when the loss of this batch is gone."""
         if self.observation is not None:
             self.observation.close()
-            self._retired.append(self.observation)
+            self._graphs.append(self.observation.graph)
             self.observation = None
 
     def end_batch(self) -> None:
         """The Trainer holds the loss of a batch until the next one is over."""
-        self._outlived, self._retired = self._retired, []
+        self._older_graphs, self._graphs = self._graphs, []
+
+    def stop(self) -> None:
+        """Leave no hook, mode or number behind; a loss that an exception holds may still need its graph."""
+        self.drop()
+        self.end_record()
 
     def close(self) -> None:
         """Leave nothing behind."""
-        self.drop()
-        self.end_record()
+        self.stop()
+        self._graphs, self._older_graphs = [], []

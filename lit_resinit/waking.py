@@ -19,21 +19,21 @@ UNSEEN = 50  # steps without any gradient after which a branch that never ran is
 def until_unfrozen(report: GradientReport, model: nn.Module) -> GradientReport:
     """The report with gates that are frozen now, but will be unfrozen later, as sleepers instead of an alarm."""
     frozen = {clean_name(n) for n, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    gates = dict(report.gates)
-    for name, gate in report.gates.items():
-        if gate.status == "missing" and name in frozen:
-            gates[name] = dataclasses.replace(gate, status="asleep", cause="it is frozen until it is unfrozen")
-    return GradientReport(gates)
+    return _waited_for(report, frozen, "it is frozen until it is unfrozen")
 
 
 def until_stepped(report: GradientReport, held: set[str]) -> GradientReport:
     """The report with gates of other optimizers, which have no gradient before their own step, as sleepers."""
-    gates = dict(report.gates)
-    for name, gate in report.gates.items():
-        if gate.status == "missing" and name not in held:
-            gates[name] = dataclasses.replace(
-                gate, status="asleep", cause="the optimizer that holds it is still to step"
-            )
+    return _waited_for(report, report.gates.keys() - held, "the optimizer that holds it is still to step")
+
+
+def _waited_for(report: GradientReport, names: set[str], cause: str) -> GradientReport:
+    gates = {
+        name: dataclasses.replace(gate, status="asleep", cause=cause)
+        if gate.status == "missing" and name in names
+        else gate
+        for name, gate in report.gates.items()
+    }
     return GradientReport(gates)
 
 
