@@ -232,13 +232,22 @@ def test_the_operand_of_a_merge_that_is_an_index_is_no_factor():
 
 
 DEEP = """
-import torch
-from networks import WIDTH, Classifier, Plain, data, stack, trainer
-from lit_resinit import ResidualInit
+from networks import WIDTH, Classifier, Plain, Scaled, data, stack, trainer
+from lit_resinit import GradientError, ResidualInit
+
+
+class Dead(Scaled):
+    def forward(self, x):
+        return x + (self.scale * self.f(x)).relu()
+
 
 fit = trainer("{root}", ResidualInit(), max_steps=4, max_epochs=-1)
 fit.fit(Classifier(stack(Plain, 700)), data(WIDTH))
 print("trained", fit.global_step)
+try:
+    trainer("{root}", ResidualInit("observe")).fit(Classifier(stack(lambda: Dead(value=0.0), 700)), data(WIDTH))
+except GradientError:
+    print("raised")
 """
 
 
@@ -256,3 +265,4 @@ def test_the_graph_of_a_deep_network_goes_piece_by_piece(tmp_path: Path) -> None
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "trained 4" in done.stdout
+    assert "raised" in done.stdout
