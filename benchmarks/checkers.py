@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from benchmarks.report import RESULTS, Row, origin, publish, table, version
 from lit_resinit import ResInitError, apply_, check_identity, make_plan, observe
-from lit_resinit.decisions import Scheme
-from lit_resinit.waking import Waking
+from lit_resinit.judge.waking import Waking
+from lit_resinit.plan.values import Scheme
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 

@@ -27,7 +27,9 @@ from benchmarks.networks import Training, mlp, resnet50
 from benchmarks.report import RESULTS, Row, origin, publish, table
 from benchmarks.timing import Work, ratios
 from lit_resinit import History, ResidualInit, ResidualPlan, apply_, check_identity, make_plan, observe
-from lit_resinit.watch import Moments, Watcher, gate_statistics, metrics, to_record
+from lit_resinit.watch.history import to_record
+from lit_resinit.watch.logs import metrics
+from lit_resinit.watch.moments import Moments, Watcher, gate_statistics
 
 INTERVAL = 50  # of Lightning's default
 EVERY = 5  # here, so that a short run has several

@@ -28,7 +28,7 @@ from torch.nn.functional import mse_loss
 import lit_resinit
 from benchmarks.report import RESULTS, Row, publish, table
 from lit_resinit import apply_, check_identity, make_plan, observe
-from lit_resinit.decisions import Scheme
+from lit_resinit.plan.values import Scheme
 
 RESULT = RESULTS / "source_documents.txt"
 BOUND = 2.0

@@ -11,7 +11,7 @@ from plain_loop import batches, network
 from torch import nn
 
 from lit_resinit import apply_, check_identity, make_plan, observe, param_groups
-from lit_resinit.watch import Moments, Watcher
+from lit_resinit.watch.moments import Moments, Watcher
 
 
 def main(arguments: list[str] | None = None) -> dict[str, object]:

@@ -3,7 +3,6 @@
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from lit_resinit.decisions import Branch, ResidualPlan
 from lit_resinit.errors import (
     CheckpointError,
     FoldError,
@@ -17,14 +16,15 @@ from lit_resinit.errors import (
     TraceError,
     TrainedWeightsError,
 )
-from lit_resinit.gates import Gate
-from lit_resinit.gradients import GradientReport, check_gradients
-from lit_resinit.identity import IdentityReport, check_identity
-from lit_resinit.observation import observe
-from lit_resinit.plan import make_plan
-from lit_resinit.schemes import ScalarGate, apply_, fold_, param_groups
-from lit_resinit.usefulness import measure_usefulness
-from lit_resinit.watch import History
+from lit_resinit.find.gates import Gate
+from lit_resinit.judge.gradients import GradientReport, check_gradients
+from lit_resinit.judge.identity import IdentityReport, check_identity
+from lit_resinit.judge.observe import observe
+from lit_resinit.plan.apply import ScalarGate, apply_, fold_, param_groups
+from lit_resinit.plan.make import make_plan
+from lit_resinit.plan.values import Branch, ResidualPlan
+from lit_resinit.watch.history import History
+from lit_resinit.watch.usefulness import measure_usefulness
 
 if TYPE_CHECKING:
     from lit_resinit.callback import ResidualInit

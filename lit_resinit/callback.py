@@ -10,13 +10,12 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from lit_resinit.decisions import ResidualPlan, Scheme
 from lit_resinit.errors import GradientError, IdentityError, NoBranchError, ResInitError, TraceError, warn
-from lit_resinit.gradients import SLOW, GradientReport
-from lit_resinit.hooks import Applied, LoadHook, applied_plan, inserted_gates, mark_applied, was_closed
-from lit_resinit.identity import IdentityReport
-from lit_resinit.inputs import candidates, few_batches, give_back_loader, training_loss, training_step
-from lit_resinit.optimizers import (
+from lit_resinit.graph.trace import Run, call_model
+from lit_resinit.graph.where import clean_name
+from lit_resinit.judge.gradients import SLOW, GradientReport
+from lit_resinit.judge.identity import IdentityReport
+from lit_resinit.judge.optimizers import (
     STEPS_TO_MOVE,
     check_optimizers,
     has_finite_gradients,
@@ -26,19 +25,22 @@ from lit_resinit.optimizers import (
     warn_about_rest,
     warn_about_still_gates,
 )
-from lit_resinit.places import clean_name
-from lit_resinit.plan import check_arguments, check_patterns, plan_forward
+from lit_resinit.judge.waking import Waking, until_stepped, until_unfrozen
+from lit_resinit.plan.apply import apply_
+from lit_resinit.plan.hooks import Applied, LoadHook, applied_plan, inserted_gates, mark_applied, was_closed
+from lit_resinit.plan.make import check_arguments, check_patterns, plan_forward
+from lit_resinit.plan.values import ResidualPlan, Scheme
 from lit_resinit.report.figures import activation_figure, takes_figures
 from lit_resinit.report.files import check_report, is_page, replace_file
 from lit_resinit.report.page import LivePage, about_run, clock, later
 from lit_resinit.report.tables import history_table
-from lit_resinit.schemes import apply_
-from lit_resinit.setups import may_come_later, refuse_copies, refuse_sharded, refuse_strategy
-from lit_resinit.steps import Watch
-from lit_resinit.trace import Run, call_model
-from lit_resinit.usefulness import Agreement, agreements, measure_usefulness
-from lit_resinit.waking import Waking, until_stepped, until_unfrozen
-from lit_resinit.watch import History, gate_statistics, metrics, to_record
+from lit_resinit.trainer.inputs import candidates, few_batches, give_back_loader, training_loss, training_step
+from lit_resinit.trainer.setups import may_come_later, refuse_copies, refuse_sharded, refuse_strategy
+from lit_resinit.watch.history import History, to_record
+from lit_resinit.watch.logs import metrics
+from lit_resinit.watch.moments import gate_statistics
+from lit_resinit.watch.steps import Watch
+from lit_resinit.watch.usefulness import Agreement, agreements, measure_usefulness
 from lit_resinit.words import together
 
 

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from lit_resinit.decisions import Scheme
 from lit_resinit.errors import ResInitError
-from lit_resinit.observation import observe
-from lit_resinit.plan import make_plan
+from lit_resinit.judge.observe import observe
+from lit_resinit.plan.apply import apply_
+from lit_resinit.plan.make import make_plan
+from lit_resinit.plan.values import Scheme
 from lit_resinit.report.files import check_report, is_page, replace_file
 from lit_resinit.report.page import write_page
-from lit_resinit.schemes import apply_
-from lit_resinit.watch import History
+from lit_resinit.watch.history import History
 
 GOOD, BAD, IMPOSSIBLE = 0, 1, 2  # exit codes: as it should be; a verdict against the model; could not be carried out
 

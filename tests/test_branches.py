@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lit_resinit import apply_, check_identity, observe
-from lit_resinit.branches import find_additions
-from lit_resinit.decisions import ResidualPlan
-from lit_resinit.plan import make_plan
-from lit_resinit.trace import trace
+from lit_resinit.find.branches import find_additions
+from lit_resinit.graph.trace import trace
+from lit_resinit.plan.make import make_plan
+from lit_resinit.plan.values import ResidualPlan
 
 VECTOR, TOKENS, IMAGE = (4, WIDTH), (2, 5, WIDTH), (2, 4, 8, 8)
 

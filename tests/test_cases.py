@@ -9,11 +9,11 @@ from cases.base import Case, as_tuple, load
 from torch import nn
 
 from lit_resinit import ResInitError, apply_, check_identity, make_plan, observe
-from lit_resinit.decisions import Branch, ResidualPlan
-from lit_resinit.gradients import GradientReport
-from lit_resinit.identity import BranchIdentity, IdentityReport
-from lit_resinit.waking import Waking
-from lit_resinit.watch import Moments, Watcher
+from lit_resinit.judge.gradients import GradientReport
+from lit_resinit.judge.identity import BranchIdentity, IdentityReport
+from lit_resinit.judge.waking import Waking
+from lit_resinit.plan.values import Branch, ResidualPlan
+from lit_resinit.watch.moments import Moments, Watcher
 
 CASES = {name: item for name, item in load().items() if not item.lightning}
 REFUSED = {n: c for n, c in CASES.items() if "refuse" in c.expect.get("apply", {})}

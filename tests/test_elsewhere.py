@@ -10,10 +10,11 @@ from networks import WIDTH, Plain, RootMeanSquare, Scaled, mlp, stack
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lit_resinit import TrainedWeightsError, apply_, check_identity, gradients, make_plan, observe, optimizers
+from lit_resinit import TrainedWeightsError, apply_, check_identity, make_plan, observe
 from lit_resinit.errors import GateError
-from lit_resinit.gradients import frozen_branches
-from lit_resinit.waking import UNSEEN, Waking
+from lit_resinit.judge import gradients, optimizers
+from lit_resinit.judge.gradients import frozen_branches
+from lit_resinit.judge.waking import UNSEEN, Waking
 
 X = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(0))
 

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations
 
 from lit_resinit import Gate, apply_, check_identity, make_plan
 from lit_resinit.errors import GateError
-from lit_resinit.gates import holds
+from lit_resinit.find.gates import holds
 
 X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
 

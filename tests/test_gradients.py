@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lit_resinit import GradientError, GradientReport, apply_, check_gradients, make_plan, observe
-from lit_resinit.decisions import ResidualPlan
-from lit_resinit.gradients import EXPLODING
-from lit_resinit.waking import Waking
+from lit_resinit.judge.gradients import EXPLODING
+from lit_resinit.judge.waking import Waking
+from lit_resinit.plan.values import ResidualPlan
 
 X = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(0))
 

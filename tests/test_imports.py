@@ -1,4 +1,4 @@
-"""Imports run downwards in one list, and only the callback needs Lightning."""
+"""Imports run one way through the rooms, and only the callback needs Lightning."""
 
 import ast
 import subprocess
@@ -10,47 +10,13 @@ import pytest
 import lit_resinit
 
 PACKAGE = Path(lit_resinit.__file__).parent
-# each may import what stands before it
-ORDER = [
-    "errors",
-    "words",
-    "ops",
-    "graph",
-    "places",
-    "tensors",
-    "measuring",
-    "spelling",
-    "state",
-    "trace",
-    "branches",
-    "gates",
-    "injections",
-    "naming",
-    "decisions",
-    "plan",
-    "hooks",
-    "schemes",
-    "identity",
-    "flow",
-    "probe",
-    "gradients",
-    "observation",
-    "waking",
-    "optimizers",
-    "watch",
-    "steps",
-    "usefulness",
-    "report",
-    "inputs",
-    "setups",
-    "cli",
-    "__main__",
-    "callback",
-]
+# each room may import from those before it, and from itself
+ROOMS = ["errors", "words", "graph", "find", "plan", "judge", "watch", "report", "trainer"]
+ROOMS += ["cli", "__main__", "callback"]
 
 
 def part(file: Path) -> str:
-    """The entry of the list that a file belongs to."""
+    """The room that a file belongs to."""
     return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
@@ -72,9 +38,9 @@ def imports(source: str) -> set[str]:
 
 
 def upward(name: str, source: str) -> set[str]:
-    """Parts that a source of part ``name`` imports although they stand at its place or later."""
+    """Rooms that a source of room ``name`` imports although they come after it."""
     parts = {m.split(".")[1] for m in imports(source) if m.startswith("lit_resinit.")}
-    later = set(ORDER[ORDER.index(name) + (name == "report") :])
+    later = set(ROOMS[ROOMS.index(name) + 1 :])
     return parts & later
 
 
@@ -95,27 +61,27 @@ def test_only_the_callback_names_lightning(file: Path) -> None:
     assert not needs_lightning(file.read_text())
 
 
-def test_every_part_is_in_the_list() -> None:
-    assert {part(f) for f in FILES} == set(ORDER)
+def test_every_room_is_in_the_list() -> None:
+    assert {part(f) for f in FILES} == set(ROOMS)
 
 
 @pytest.mark.parametrize(
     "source",
     [
         "from lit_resinit.callback import ResidualInit",
-        "import lit_resinit.plan",
-        "def f():\n    from lit_resinit.watch import History",
-        "from lit_resinit import schemes",
+        "import lit_resinit.plan.make",
+        "def f():\n    from lit_resinit.watch.history import History",
+        "from lit_resinit import watch",
         "from lit_resinit.report.tables import history_table",
     ],
 )
 def test_the_check_would_notice_an_upward_import(source: str) -> None:
-    assert upward("branches", source)
+    assert upward("find", source)
 
 
 def test_the_check_lets_downward_and_typing_imports_pass() -> None:
-    assert not upward("plan", "from lit_resinit.gates import Gate\nimport lit_resinit.trace")
-    assert not upward("trace", "if TYPE_CHECKING:\n    from lit_resinit.plan import ResidualPlan")
+    assert not upward("plan", "from lit_resinit.find.gates import Gate\nimport lit_resinit.graph.trace")
+    assert not upward("graph", "if TYPE_CHECKING:\n    from lit_resinit.plan.make import ResidualPlan")
 
 
 @pytest.mark.parametrize("source", ["import lightning", "def f():\n    from lightning.pytorch import Callback"])
@@ -138,7 +104,8 @@ import torch
 import lit_resinit
 from lit_resinit import apply_, check_identity, fold_, make_plan, observe
 import lit_resinit.cli, lit_resinit.report.page
-import lit_resinit.inputs, lit_resinit.setups, lit_resinit.steps, lit_resinit.report.tables, lit_resinit.report.figures
+import lit_resinit.trainer.inputs, lit_resinit.trainer.setups, lit_resinit.watch.steps
+import lit_resinit.report.tables, lit_resinit.report.figures
 layer, x = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True), torch.randn(2, 3, 8)
 plan = make_plan(layer, x)
 apply_(layer, plan)

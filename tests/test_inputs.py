@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 from lit_resinit import NoBranchError, TraceError, make_plan
-from lit_resinit.inputs import SMALL, first_batch, training_step
-from lit_resinit.plan import plan_forward
+from lit_resinit.plan.make import plan_forward
+from lit_resinit.trainer.inputs import SMALL, first_batch, training_step
 
 ROWS = torch.arange(20.0)
 

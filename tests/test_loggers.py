@@ -12,7 +12,7 @@ from networks import WIDTH, Classifier, Scaled, data, stack, trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lit_resinit import ResidualInit
-from lit_resinit.watch import QUANTITIES
+from lit_resinit.watch.history import QUANTITIES
 
 
 class Remembering(Logger):

@@ -8,8 +8,8 @@ from networks import WIDTH, ConvBlock, NormLast, Plain, PreNorm, Scaled, encoder
 from torch import Tensor, nn
 
 from lit_resinit import NoBranchError, ResInitError, apply_, make_plan
-from lit_resinit.decisions import Branch, ResidualPlan
-from lit_resinit.gates import Gate
+from lit_resinit.find.gates import Gate
+from lit_resinit.plan.values import Branch, ResidualPlan
 
 X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
 

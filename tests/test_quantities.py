@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lit_resinit import History, ResidualInit, make_plan
-from lit_resinit.watch import QUANTITIES, Moments, Watcher
+from lit_resinit.watch.history import QUANTITIES
+from lit_resinit.watch.moments import Moments, Watcher
 
 DEPTH, ON_RATIO = 4, 3e-6
 

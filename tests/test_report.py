@@ -11,7 +11,7 @@ from rich.console import Console
 from torch import nn
 
 from lit_resinit import History, ResInitError, make_plan
-from lit_resinit.decisions import ResidualPlan
+from lit_resinit.plan.values import ResidualPlan
 from lit_resinit.report import activation_figure, gate_figure, history_table, order_figure, stream_figure
 
 X = torch.randn(4, WIDTH)

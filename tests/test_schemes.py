@@ -20,7 +20,7 @@ from lit_resinit import (
     make_plan,
     param_groups,
 )
-from lit_resinit.decisions import ResidualPlan
+from lit_resinit.plan.values import ResidualPlan
 
 X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
 

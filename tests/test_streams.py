@@ -8,8 +8,8 @@ from networks import WIDTH, Plain, PreNorm, mlp
 from torch import Tensor, nn
 
 from lit_resinit import NoBranchError, apply_, check_identity, make_plan
-from lit_resinit.branches import find_additions
-from lit_resinit.trace import trace
+from lit_resinit.find.branches import find_additions
+from lit_resinit.graph.trace import trace
 
 DEPTH = 3
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lit_resinit import NoBranchError, TraceError, make_plan
-from lit_resinit.graph import Graph, Node
-from lit_resinit.places import clean_name
-from lit_resinit.state import keep_rng, keep_state
-from lit_resinit.trace import trace
+from lit_resinit.graph.keep import keep_rng, keep_state
+from lit_resinit.graph.trace import trace
+from lit_resinit.graph.values import Graph, Node
+from lit_resinit.graph.where import clean_name
 
 X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
 

@@ -8,7 +8,7 @@ from networks import WIDTH, NormLast, Plain, Scaled, stack
 from torch import Tensor, nn
 
 from lit_resinit import History, apply_, make_plan, measure_usefulness
-from lit_resinit.usefulness import Agreement, agreements, rank_agreement
+from lit_resinit.watch.usefulness import Agreement, agreements, rank_agreement
 
 X = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0))
 
@@ -176,7 +176,7 @@ def test_the_first_order_estimate_is_right_for_small_gates() -> None:
     loss = model(X).square().mean()
     loss.backward()
     useful = measure_usefulness(model, plan, [X], lambda out: out.square().mean())
-    from lit_resinit.watch import gate_statistics
+    from lit_resinit.watch.moments import gate_statistics
 
     history = History([b.name for b in plan.branches])
     history.append(0, gate_statistics(model, plan), torch.ones(12), torch.ones(12))

@@ -11,7 +11,9 @@ from networks import WIDTH, InPlace, Plain, Scaled, stack
 from torch import Tensor, nn
 
 from lit_resinit import History, ResInitError, apply_, make_plan
-from lit_resinit.watch import QUANTITIES, Moments, Watcher, gate_statistics, log_name, log_names, metrics, to_record
+from lit_resinit.watch.history import QUANTITIES, to_record
+from lit_resinit.watch.logs import log_name, log_names, metrics
+from lit_resinit.watch.moments import Moments, Watcher, gate_statistics
 
 X = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(0))
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lit_resinit.errors import ResInitError
-from lit_resinit.watch import History
+from lit_resinit.watch.history import History
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

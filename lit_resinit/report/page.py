@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_resinit.decisions import ResidualPlan
 from lit_resinit.errors import ResInitError
-from lit_resinit.gradients import ALARMS, GradientReport
-from lit_resinit.identity import IdentityReport
+from lit_resinit.judge.gradients import ALARMS, GradientReport
+from lit_resinit.judge.identity import IdentityReport
+from lit_resinit.plan.values import ResidualPlan
 from lit_resinit.report.files import replace_file
-from lit_resinit.watch import History
+from lit_resinit.watch.history import History
 
 _CELLS = 60_000  # of each quantity in the heat map; more than a screen can show
 _ROWS = 1_000  # of the heat map; the table has every branch

@@ -8,8 +8,8 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from lit_resinit.decisions import ResidualPlan
-from lit_resinit.watch import History
+from lit_resinit.plan.values import ResidualPlan
+from lit_resinit.watch.history import History
 
 
 def history_table(

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_resinit.decisions import ResidualPlan
 from lit_resinit.errors import GateOptimizerError, warn
-from lit_resinit.gradients import GradientReport, frozen_branches, gradient_sizes
-from lit_resinit.identity import peak_of, to_host
-from lit_resinit.places import clean_name
-from lit_resinit.tensors import local
+from lit_resinit.graph.tensors import local, peak_of, to_host
+from lit_resinit.graph.where import clean_name
+from lit_resinit.judge.gradients import GradientReport, frozen_branches, gradient_sizes
+from lit_resinit.plan.values import ResidualPlan
 from lit_resinit.words import together
 
 STEPS_TO_MOVE = 2  # steps after which a gate with a gradient should have left its closing value

@@ -15,11 +15,11 @@ from rich.progress import Progress
 from torch import Tensor, nn
 from torchmetrics.functional import spearman_corrcoef
 
-from lit_resinit.decisions import Branch, ResidualPlan
-from lit_resinit.places import clean_name
-from lit_resinit.plan import as_arguments
-from lit_resinit.state import keep_rng, keep_state
-from lit_resinit.watch import History
+from lit_resinit.graph.keep import keep_rng, keep_state
+from lit_resinit.graph.where import clean_name
+from lit_resinit.plan.make import as_arguments
+from lit_resinit.plan.values import Branch, ResidualPlan
+from lit_resinit.watch.history import History
 
 
 def measure_usefulness(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from lit_resinit import ops
-from lit_resinit.branches import Addition, child_of
-from lit_resinit.graph import Graph
+from lit_resinit.find.branches import Addition, child_of
+from lit_resinit.graph import ops
+from lit_resinit.graph.values import Graph
 
 
 def branch_names(graph: Graph, additions: Sequence[Addition], ends: dict[int, list[int]]) -> dict[int, str]:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_resinit.decisions import ResidualPlan
-from lit_resinit.observation import Observation
-from lit_resinit.optimizers import STEPS_TO_MOVE
-from lit_resinit.waking import Waking
-from lit_resinit.watch import Moments, Watcher
+from lit_resinit.judge.observe import Observation
+from lit_resinit.judge.optimizers import STEPS_TO_MOVE
+from lit_resinit.judge.waking import Waking
+from lit_resinit.plan.values import ResidualPlan
+from lit_resinit.watch.moments import Moments, Watcher
 
 
 class Watch:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_resinit.gradients import GateGradient, GradientReport, gradient_sizes, steps_in_backward
-from lit_resinit.places import clean_name
-from lit_resinit.tensors import local
+from lit_resinit.graph.tensors import local
+from lit_resinit.graph.where import clean_name
+from lit_resinit.judge.gradients import GateGradient, GradientReport, gradient_sizes, steps_in_backward
 
 UNSEEN = 50  # steps without any gradient after which a branch that never ran is missing
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_resinit import ops
-from lit_resinit.graph import Call, Graph
-from lit_resinit.tensors import covers_memory, geometry
+from lit_resinit.graph import ops
+from lit_resinit.graph.tensors import covers_memory, geometry
+from lit_resinit.graph.values import Call, Graph
 
 
 class Spelling:

@@ -12,18 +12,17 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_iter
 
-from lit_resinit import ops
-from lit_resinit.branches import Address
-from lit_resinit.decisions import CONSTANT_SCHEMES, Branch, ResidualPlan
 from lit_resinit.errors import IdentityError
-from lit_resinit.gates import Gate, holds
-from lit_resinit.graph import Call
-from lit_resinit.measuring import measuring
-from lit_resinit.places import clean_name
-from lit_resinit.plan import as_arguments
-from lit_resinit.state import keep_rng, keep_state, no_collection
-from lit_resinit.tensors import local, whole
-from lit_resinit.trace import Recorder
+from lit_resinit.find.branches import Address
+from lit_resinit.find.gates import Gate, holds
+from lit_resinit.graph import ops
+from lit_resinit.graph.keep import keep_rng, keep_state, no_collection
+from lit_resinit.graph.record import Recorder
+from lit_resinit.graph.tensors import as_wide, local, mean_and_variance, measuring, peak_of, to_host, whole
+from lit_resinit.graph.values import Call
+from lit_resinit.graph.where import clean_name
+from lit_resinit.plan.make import as_arguments
+from lit_resinit.plan.values import CONSTANT_SCHEMES, Branch, ResidualPlan
 from lit_resinit.words import together, without_numbers
 
 Cause = Literal["unzeroed scale", "bias after scale", "ungated branch", "nonfinite branch", "stream changed"]
@@ -313,50 +312,8 @@ def _gap(out: Tensor, start: Tensor) -> Tensor:
     """Largest absolute difference, exactly zero only where two tensors are equal."""
     if out.numel() == 0:
         return torch.zeros((), device=out.device)
-    lowest, highest = torch.aminmax(_wide(out) - _wide(start))
+    lowest, highest = torch.aminmax(as_wide(out) - as_wide(start))
     return torch.maximum(-lowest, highest)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """Real values in float32, or in float64 where they are that already."""
-    values = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
-    return values if values.dtype is torch.float64 else values.float()
-
-
-def mean_and_variance(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and population variance over all elements in two passes (ten times faster than ``var_mean``).
-
-    In float32, or in float64 where the values are; the real and the imaginary part of a complex value are two elements.
-    """
-    wide = _wide(tensor)
-    mean = wide.mean()
-    return mean, torch.linalg.vector_norm(wide - mean).square() / max(1, wide.numel())
-
-
-def peak_of(tensor: Tensor) -> Tensor | None:
-    """Largest absolute value as a scalar tensor, NaN or inf where there is one; None for a tensor without values."""
-    try:
-        values = local(tensor).detach()
-        if values.numel() == 0 or values.is_meta:
-            return None
-        if values.dtype == torch.bool:
-            return values.any().float()
-        if not values.dtype.is_floating_point:
-            values = _wide(values)
-        lowest, highest = torch.aminmax(values)  # ten times faster than a maximum norm, and NaN goes through
-        return torch.maximum(-lowest, highest)
-    except (RuntimeError, NotImplementedError):  # sparse and quantised tensors
-        return None
-
-
-def to_host(scalars: list[Tensor]) -> list[float]:
-    """Scalar tensors as numbers, in one transfer."""
-    if not scalars:
-        return []
-    device = scalars[0].device
-    dtype = torch.float64 if any(s.dtype is torch.float64 for s in scalars) else torch.float32
-    with measuring():
-        return torch.stack([s.detach().to(device, dtype) for s in scalars]).tolist()
 
 
 def check_identity(

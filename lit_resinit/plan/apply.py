@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_resinit.decisions import Branch, ResidualPlan
 from lit_resinit.errors import FoldError, ResInitError, TrainedWeightsError
-from lit_resinit.gates import Gate, inserted_name
-from lit_resinit.hooks import (
+from lit_resinit.find.gates import Gate, inserted_name
+from lit_resinit.graph.where import clean_name
+from lit_resinit.plan.hooks import (
     ConstantHook,
     GateHook,
     attach,
@@ -21,8 +21,8 @@ from lit_resinit.hooks import (
     insert_gate,
     mark_applied,
 )
-from lit_resinit.naming import is_below
-from lit_resinit.places import clean_name
+from lit_resinit.plan.names import is_below
+from lit_resinit.plan.values import Branch, ResidualPlan
 from lit_resinit.words import without_numbers
 
 _CONSTANT = 1e-6  # spread, relative to size, up to which a weight counts as constant

@@ -7,9 +7,9 @@ import heapq
 import math
 from collections.abc import Iterator
 
-from lit_resinit import ops
-from lit_resinit.graph import Graph, Node
-from lit_resinit.tensors import are_apart
+from lit_resinit.graph import ops
+from lit_resinit.graph.tensors import are_apart
+from lit_resinit.graph.values import Graph, Node
 
 # What a stream may pass and still be the stream: nothing here changes a value that it keeps.
 _STREAM_OPS = ops.MOVES | {"view", "part", "scale", "cat", "shift"}

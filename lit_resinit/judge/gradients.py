@@ -12,14 +12,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lit_resinit import ops
-from lit_resinit.decisions import Branch, ResidualPlan
 from lit_resinit.errors import GradientError
-from lit_resinit.flow import BY_BATCH, Flow, Reason
-from lit_resinit.gates import INSERTED_NAME, holds
-from lit_resinit.identity import peak_of, to_host
-from lit_resinit.places import clean_name
-from lit_resinit.tensors import is_sharded, whole
+from lit_resinit.find.gates import INSERTED_NAME, holds
+from lit_resinit.graph import ops
+from lit_resinit.graph.tensors import is_sharded, peak_of, to_host, whole
+from lit_resinit.graph.where import clean_name
+from lit_resinit.judge.flow import BY_BATCH, Flow, Reason
+from lit_resinit.plan.values import Branch, ResidualPlan
 from lit_resinit.words import in_columns, together, without_numbers
 
 Status = Literal["alive", "asleep", "dead", "missing", "nonfinite", "exploding"]

@@ -12,10 +12,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from lit_resinit import ops
-from lit_resinit.branches import Addition
-from lit_resinit.graph import Graph, Node
-from lit_resinit.places import clean_name
+from lit_resinit.find.branches import Addition
+from lit_resinit.graph import ops
+from lit_resinit.graph.values import Graph, Node
+from lit_resinit.graph.where import clean_name
 
 GateKind = Literal["norm", "scale", "layer", "inserted"]
 

@@ -16,14 +16,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from lit_resinit import ops
-from lit_resinit.decisions import ResidualPlan
-from lit_resinit.flow import Flow, Hooked
-from lit_resinit.graph import Call, Graph, Node
-from lit_resinit.identity import IdentityProbe, peak_of, to_host
-from lit_resinit.measuring import measuring
-from lit_resinit.places import clean_name, user_line
-from lit_resinit.tensors import local
+from lit_resinit.graph import ops
+from lit_resinit.graph.tensors import local, measuring, peak_of, to_host
+from lit_resinit.graph.values import Call, Graph, Node
+from lit_resinit.graph.where import clean_name, user_line
+from lit_resinit.judge.flow import Flow, Hooked
+from lit_resinit.judge.identity import IdentityProbe
+from lit_resinit.plan.values import ResidualPlan
 
 
 class GradientProbe(IdentityProbe):

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lit_resinit.decisions import ResidualPlan
 from lit_resinit.errors import CheckpointError
-from lit_resinit.gates import INSERTED_NAME, inserted_name
-from lit_resinit.places import clean_name
+from lit_resinit.find.gates import INSERTED_NAME, inserted_name
+from lit_resinit.graph.where import clean_name
+from lit_resinit.plan.values import ResidualPlan
 from lit_resinit.words import together
 
 _MARK = "_residual_plan"

@@ -9,17 +9,17 @@ from typing import Any, get_args
 
 from torch import nn
 
-from lit_resinit import ops
-from lit_resinit.branches import Addition, find_additions, is_weight
-from lit_resinit.decisions import Action, Branch, ResidualPlan, Scheme
 from lit_resinit.errors import GateError, NoBranchError
-from lit_resinit.gates import Gate, GateFinder, Tail, inserted_name
-from lit_resinit.graph import Graph
-from lit_resinit.injections import closed_injections
-from lit_resinit.naming import branch_names, is_below
-from lit_resinit.places import clean_name
-from lit_resinit.state import no_collection
-from lit_resinit.trace import Run, call_model, trace
+from lit_resinit.find.branches import Addition, find_additions, is_weight
+from lit_resinit.find.gates import Gate, GateFinder, Tail, inserted_name
+from lit_resinit.find.injections import closed_injections
+from lit_resinit.graph import ops
+from lit_resinit.graph.keep import no_collection
+from lit_resinit.graph.trace import Run, call_model, trace
+from lit_resinit.graph.values import Graph
+from lit_resinit.graph.where import clean_name
+from lit_resinit.plan.names import branch_names, is_below
+from lit_resinit.plan.values import Action, Branch, ResidualPlan, Scheme
 
 
 def make_plan(

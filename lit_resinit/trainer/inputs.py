@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lit_resinit.errors import NoBranchError, ResInitError, TraceError
-from lit_resinit.plan import as_arguments
-from lit_resinit.state import keep_rng
+from lit_resinit.graph.keep import keep_rng
+from lit_resinit.plan.make import as_arguments
 
 SMALL = 4  # items; batch statistics need more than one
 

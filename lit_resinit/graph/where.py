@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
-_PACKAGE_FOLDER = os.path.dirname(__file__) + os.sep
-_TRACER = _PACKAGE_FOLDER + "trace.py"
+_PACKAGE_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_TRACER = os.path.join(_PACKAGE_FOLDER, "graph", "trace.py")
 # Frames between an operation and the mode that records it.
 _MACHINERY = (
     _PACKAGE_FOLDER,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from lit_resinit.branches import Addition, Address, NetworkUses, addresses, visible_sums
-from lit_resinit.gates import GateFinder
-from lit_resinit.graph import Graph, Node
+from lit_resinit.find.branches import Addition, Address, NetworkUses, addresses, visible_sums
+from lit_resinit.find.gates import GateFinder
+from lit_resinit.graph.values import Graph, Node
 
 
 def closed_injections(graph: Graph, known: list[Addition], finder: GateFinder) -> list[Addition]:

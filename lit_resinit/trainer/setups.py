@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from lit_resinit.decisions import ResidualPlan
 from lit_resinit.errors import ResInitError
-from lit_resinit.tensors import is_sharded
+from lit_resinit.graph.tensors import is_sharded
+from lit_resinit.plan.values import ResidualPlan
 from lit_resinit.words import together
 
 

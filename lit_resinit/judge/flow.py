@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 
-from lit_resinit import ops
-from lit_resinit.graph import Graph
+from lit_resinit.graph import ops
+from lit_resinit.graph.values import Graph
 
 EPS = float(torch.finfo(torch.float32).eps)
 _NOISE = 32 * EPS

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_resinit.decisions import ResidualPlan
-from lit_resinit.gradients import GradientReport, check_gradients
-from lit_resinit.identity import IdentityReport
-from lit_resinit.probe import GradientProbe
+from lit_resinit.judge.gradients import GradientReport, check_gradients
+from lit_resinit.judge.identity import IdentityReport
+from lit_resinit.judge.probe import GradientProbe
+from lit_resinit.plan.values import ResidualPlan
 
 
 class Observation:

@@ -1,0 +1,1 @@
+"""Which sums are residual, and what closes them; knows no scheme."""

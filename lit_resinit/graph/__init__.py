@@ -1,0 +1,1 @@
+"""One forward as a graph of operations; knows no plan."""

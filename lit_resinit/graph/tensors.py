@@ -1,0 +1,129 @@
+"""How tensors lie in memory and over the ranks, and how they are measured without anybody taking it for the network."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+
+def geometry(tensor: Tensor) -> tuple[Any, ...]:
+    """Which part of its memory a tensor shows, and how."""
+    return (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether several ranks hold a part of the tensor each (``DTensor``)."""
+    return hasattr(tensor, "full_tensor")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Of a sharded tensor the part that this rank holds; any other tensor as it is."""
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor gathered from its ranks, which all have to call this; any other tensor as it is."""
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.full_tensor()  # type: ignore[attr-defined, no-any-return]
+
+
+def are_apart(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
+    """Whether two views of the same memory (see :func:`geometry`), cut alike, have no element in common."""
+    (offset, shape, strides), (other_offset, other_shape, other_strides) = left, right
+    if strides != other_strides:
+        return False
+    for size, other_size, stride in sorted(zip(shape, other_shape, strides, strict=True), key=lambda d: -d[2]):
+        start, offset = divmod(offset, max(1, stride))
+        other_start, other_offset = divmod(other_offset, max(1, stride))
+        if start + size <= other_start or other_start + other_size <= start:
+            return True
+    return False
+
+
+def covers_memory(tensor: Tensor) -> bool:
+    """Whether a tensor shows all of the memory that it lies in."""
+    try:
+        return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    except NotImplementedError:  # sparse and nested tensors have no storage
+        return False
+
+
+# -------------------------------------------------------------------- measuring
+
+
+class _Measuring(threading.local):
+    active = False
+
+
+_measuring = _Measuring()
+
+
+class measuring:  # noqa: N801 - used as a function
+    """Operations inside are this package's own measurements: no gradient, and no mode of any kind sees them."""
+
+    __slots__ = ("_before", "_grad", "_guard")
+
+    def __enter__(self) -> None:
+        self._before, _measuring.active = _measuring.active, True
+        self._grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        self._guard = torch._C._DisableTorchDispatch()
+
+    def __exit__(self, *exc: Any) -> None:
+        del self._guard
+        torch._C._set_grad_enabled(self._grad)
+        _measuring.active = self._before
+
+
+def is_not_forward(func: OpOverload) -> bool:
+    """Whether an operation is none of the network's forward: a query, a backward pass, or a measurement of ours."""
+    return func.namespace == "prim" or _measuring.active or torch._C._current_graph_task_id() != -1
+
+
+def as_wide(tensor: Tensor) -> Tensor:
+    """Real values in float32, or in float64 where they are that already."""
+    values = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    return values if values.dtype is torch.float64 else values.float()
+
+
+def mean_and_variance(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and population variance over all elements in two passes (ten times faster than ``var_mean``).
+
+    In float32, or in float64 where the values are; the real and the imaginary part of a complex value are two elements.
+    """
+    wide = as_wide(tensor)
+    mean = wide.mean()
+    return mean, torch.linalg.vector_norm(wide - mean).square() / max(1, wide.numel())
+
+
+def peak_of(tensor: Tensor) -> Tensor | None:
+    """Largest absolute value as a scalar tensor, NaN or inf where there is one; None for a tensor without values."""
+    try:
+        values = local(tensor).detach()
+        if values.numel() == 0 or values.is_meta:
+            return None
+        if values.dtype == torch.bool:
+            return values.any().float()
+        if not values.dtype.is_floating_point:
+            values = as_wide(values)
+        lowest, highest = torch.aminmax(values)  # ten times faster than a maximum norm, and NaN goes through
+        return torch.maximum(-lowest, highest)
+    except (RuntimeError, NotImplementedError):  # sparse and quantised tensors
+        return None
+
+
+def to_host(scalars: list[Tensor]) -> list[float]:
+    """Scalar tensors as numbers, in one transfer."""
+    if not scalars:
+        return []
+    device = scalars[0].device
+    dtype = torch.float64 if any(s.dtype is torch.float64 for s in scalars) else torch.float32
+    with measuring():
+        return torch.stack([s.detach().to(device, dtype) for s in scalars]).tolist()

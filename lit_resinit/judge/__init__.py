@@ -1,0 +1,1 @@
+"""Closed? Alive, asleep, dead? One step, and those after it."""

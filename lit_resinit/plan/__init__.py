@@ -1,0 +1,1 @@
+"""The decision per branch, carried out and undone; runs no step."""

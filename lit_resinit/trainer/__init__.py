@@ -1,0 +1,1 @@
+"""What is known of a Trainer without importing one."""
