@@ -1,7 +1,15 @@
-"""One thread, and the warnings of other packages that no code of ours causes."""
+"""One thread, the benchmarks' folder, and the warnings of other packages that no code of ours causes."""
+
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+
+import lit_resinit  # noqa: F401 - as it is installed: loaded before this checkout comes into view
+
+# for the benchmarks and the cases, which are not installed
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 # Later lines win over earlier ones, so these stand after "error" of pyproject.toml.
 _IGNORED = (
