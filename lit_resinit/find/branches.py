@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
+from typing import Literal
 
 from lit_resinit.find import rules
 from lit_resinit.find.rules import Case, Facts, Reading
@@ -26,6 +27,11 @@ class Found:
 
     streams: Streams
     refused: dict[int, tuple[str, ...]]
+
+    def skip(self, total: int) -> Literal["identity", "projection"] | None:
+        """The kind of skip of a residual sum; None for any other."""
+        addition = self.streams.at(total)
+        return None if addition is None else "projection" if addition.projection else "identity"
 
 
 def find_additions(graph: Graph) -> list[Addition]:
