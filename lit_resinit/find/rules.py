@@ -190,7 +190,8 @@ def _mixes(case: Case) -> bool:
     views, streams = case.reading.views, case.reading.streams
     shown = views.shown(case.skip) if case.projection else [case.view]
     return any(map(views.is_rescaled, shown)) and any(
-        v.value in streams and views.is_rescaled(v) for v in views.shown(case.branch)
+        v.value in streams and (views.is_rescaled(v) or streams.is_on(case.view.value, streams.root(v.value)))
+        for v in views.shown(case.branch)
     )
 
 
@@ -205,6 +206,13 @@ def _is_spread(case: Case) -> bool:
         if view.value == case.view.value:
             return False
     return False
+
+
+def _is_earlier_sum(case: Case) -> bool:
+    """What the stream was before is added to it as it is; where it is scaled or transformed, that is a branch."""
+    views, streams = case.reading.views, case.reading.streams
+    earlier = case.start.value != case.view.value and not case.projection
+    return earlier and any(v.value in streams and not views.is_rescaled(v) for v in views.shown(case.branch))
 
 
 def _scales_both(case: Case) -> bool:
@@ -334,6 +342,7 @@ RULES: tuple[Rule, ...] = (
     Rule("branch on the skip", _is_shown, "pool(x) + x: the skip is computed from the branch"),
     Rule("spread mean", _is_spread, "net((x - mean) / deviation) + mean: a statistic that is put back", "identity"),
     Rule("mix of streams", _mixes, "a * x + b * y with learned factors: a weighted mean of two streams"),
+    Rule("an earlier sum again", _is_earlier_sum, "up(s) + s of an additive U-Net", "identity"),
     Rule("factor on both", _scales_both, "a * x + b * pool(x): the logits of graph attention", "identity"),
     Rule("nothing learned", _learns_nothing, "x + pool(x): arithmetic"),
     Rule("heads added up", _adds_up_heads, "two output heads on one stream", "projection"),
