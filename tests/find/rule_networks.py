@@ -128,6 +128,22 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
         lambda: Network(0, lambda h, f: h + (f(h) - h), f=mlp()),
         lambda: Network(1, lambda h, f: h + (f(h) - 0.5 * h), f=mlp()),
     ),
+    "branch on the skip": (
+        lambda: Network(1, lambda h, f: (h := h + f(h)).mean(1, keepdim=True).expand_as(h) + h, f=mlp()),
+        lambda: Network(2, lambda h, f, g: (s := h + f(h)) + g(h), f=mlp(), g=mlp()),
+    ),
+    "one projection": (
+        lambda: Network(0, lambda h, k, n: (y := k(h)) + n(y) ** 3, k=Apart(), n=nn.LayerNorm(WIDTH)),
+        lambda: Network(1, lambda h, k, f: k(h) + f(h), k=linear(), f=mlp()),
+    ),
+    "spread mean": (
+        lambda: Network(0, lambda h, f: f(h - pooled(h)) + pooled(h), f=mlp()),
+        lambda: Network(1, lambda h, f: f(h - pooled(h)) + h, f=mlp()),
+    ),
+    "an earlier sum again": (
+        lambda: Network(2, lambda h, f, n, u: n(s := h + f(h)) + 0 * u(s) + s, f=mlp(), n=nn.LayerNorm(WIDTH), u=mlp()),
+        lambda: Network(2, lambda h, f, g: (h + f(h)) + g(h), f=mlp(), g=mlp()),
+    ),
     "mix of streams": (
         lambda: Network(1, mixed_streams, f=mlp(), a=Scale(), b=Scale()),
         lambda: Network(1, lambda h, f, a: a(h) + f(h), f=mlp(), a=Scale()),
