@@ -9,11 +9,6 @@ from graphs import Everything
 
 from lit_resinit.graph.keep import keep_rng, keep_state
 
-# -------------------------------------------------------------------- no trace
-
-
-# -------------------------------------------------------------------- guards
-
 
 def test_keep_rng_covers_torch_python_and_numpy() -> None:
     before = torch.rand(1), random.random(), numpy.random.rand()

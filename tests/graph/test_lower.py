@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from lit_resinit import NoBranchError, make_plan
 from lit_resinit.graph.trace import trace
 
-# -------------------------------------------------------------------- what is recorded
-
 
 @pytest.mark.parametrize(
     ("function", "op"),
@@ -42,9 +40,6 @@ def test_subtraction_is_an_addition_of_the_negative() -> None:
     graph = graph_of(lambda x, w: x - 2.0 * w)
     left, right = (graph.nodes[i] for i in result(graph).inputs)
     assert (left.op, right.op, right.number) == ("input", "scale", -1.0)
-
-
-# -------------------------------------------------------------------- guards
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,6 @@ def leaves(graph: Graph, node: Node) -> set[str]:
     return found
 
 
-# -------------------------------------------------------------------- what is recorded
-
-
 @pytest.mark.parametrize(
     "function",
     [

@@ -322,7 +322,7 @@ def test_loss_that_is_not_differentiable_is_the_origin() -> None:
     assert "not differentiable" in report.alarms[0].cause
 
 
-# -------------------------------------------------------------------- activation checkpointing
+# -------------------------------------------------------------------- without observing
 
 
 class Shut(Scaled):
@@ -355,7 +355,7 @@ def test_gradients_alone_point_to_observe_for_a_nan() -> None:
     assert "observe" in verdict.cause
 
 
-# -------------------------------------------------------------------- depth
+# -------------------------------------------------------------------- beside each other
 
 
 def test_a_healthy_gate_beside_a_quiet_one_does_not_explode() -> None:

@@ -6,8 +6,6 @@ from judging import X, square, zeros
 
 from lit_resinit import make_plan, observe
 
-# -------------------------------------------------------------------- observing
-
 
 def test_observing_changes_no_value() -> None:
     torch.manual_seed(0)

@@ -390,6 +390,7 @@ thread.join()
 """
 
 
+@pytest.mark.slow
 def test_a_long_chain_of_operations_is_let_go_without_recursion() -> None:
     """In a process with a small stack: what recurses over depth would end it."""
     done = subprocess.run([sys.executable, "-c", LONG_CHAIN], capture_output=True, text=True, check=False)

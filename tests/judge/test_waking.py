@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from lit_resinit import make_plan, observe
 from lit_resinit.judge.waking import UNSEEN, Waking
 
-# -------------------------------------------------------------------- without observing, and later
-
 
 def test_sleepers_wake_or_run_out_of_patience() -> None:
     model = zeros()

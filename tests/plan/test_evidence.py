@@ -27,9 +27,6 @@ from lit_resinit import (
 X = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
-# -------------------------------------------------------------------- evidence of training
-
-
 class Normed(nn.Module):
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()

@@ -256,6 +256,7 @@ def run_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_browser
+@pytest.mark.browser
 def test_every_figure_is_drawn_without_network_or_complaint(browser: Any, run_page: Path) -> None:
     tab, trouble = shown(browser, run_page)
     assert trouble == []
@@ -267,6 +268,7 @@ def test_every_figure_is_drawn_without_network_or_complaint(browser: Any, run_pa
 
 
 @needs_browser
+@pytest.mark.browser
 def test_hovering_shows_block_step_and_values(browser: Any, run_page: Path) -> None:
     tab, _ = shown(browser, run_page)
     area = tab.locator("#map .nsewdrag").first.bounding_box()
@@ -278,6 +280,7 @@ def test_hovering_shows_block_step_and_values(browser: Any, run_page: Path) -> N
 
 
 @needs_browser
+@pytest.mark.browser
 def test_the_table_sorts_both_ways_with_unknown_last_and_filters(browser: Any, run_page: Path) -> None:
     tab, _ = shown(browser, run_page)
 
@@ -298,6 +301,7 @@ def test_the_table_sorts_both_ways_with_unknown_last_and_filters(browser: Any, r
 
 
 @needs_browser
+@pytest.mark.browser
 def test_a_phone_shows_it_without_scrolling_sideways(browser: Any, run_page: Path) -> None:
     tab, trouble = shown(browser, run_page, viewport={"width": 390, "height": 844})
     assert trouble == []
@@ -306,6 +310,7 @@ def test_a_phone_shows_it_without_scrolling_sideways(browser: Any, run_page: Pat
 
 
 @needs_browser
+@pytest.mark.browser
 def test_dark_mode_has_light_words_on_dark_ground(browser: Any, run_page: Path) -> None:
     def brightness(scheme: str) -> tuple[float, float]:
         tab, _ = shown(browser, run_page, color_scheme=scheme)
@@ -320,6 +325,7 @@ def test_dark_mode_has_light_words_on_dark_ground(browser: Any, run_page: Path) 
 
 
 @needs_browser
+@pytest.mark.browser
 def test_names_with_markup_are_shown_as_they_are(browser: Any, tmp_path: Path) -> None:
     name = "<img src=x onerror=document.title='broken'>"
     history = History([name])
@@ -332,6 +338,7 @@ def test_names_with_markup_are_shown_as_they_are(browser: Any, tmp_path: Path) -
 
 
 @needs_browser
+@pytest.mark.browser
 def test_an_empty_history_has_words_in_place_of_figures(browser: Any, tmp_path: Path) -> None:
     write_page(tmp_path / "run.html", History(["a", "b"]))
     tab, trouble = shown(browser, tmp_path / "run.html")
