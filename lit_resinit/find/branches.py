@@ -143,11 +143,27 @@ def _as_identity(reading: Reading, total: Node, skip: int, branch: int, block: s
     above = list(reading.reach.ancestors_among(shown, branch))
     for view in above:
         yield Case(reading, total, skip, branch, view, view, shown, block, projection=False)
-    known = {view.value for view in above}
+    for view, addition in _goes_on_from(reading, skip, shown):
+        if next(reading.reach.ancestors_among([View(addition)], branch), None) is None:
+            for start in _earlier(reading, addition):
+                yield Case(reading, total, skip, branch, view, View(start), shown, block, projection=False)
+
+
+def _goes_on_from(reading: Reading, skip: int, shown: list[View]) -> Iterator[tuple[View, int]]:
+    """The additions whose sum the skip shows, or has normalised."""
     for view in shown:
-        addition = reading.streams.at(view.value)
-        if addition is not None and view.region is None and view.value not in known:
-            yield Case(reading, total, skip, branch, view, View(addition.stream), shown, block, projection=False)
+        if view.value in reading.streams and view.region is None:
+            yield view, view.value
+    for view in reading.views.projected(skip):
+        if view.norms and not view.layers and view.value in reading.streams:
+            yield View(skip), view.value
+
+
+def _earlier(reading: Reading, addition: int) -> Iterator[int]:
+    """What the stream was before an addition: what that one reads, and where the stream starts."""
+    found = reading.streams.at(addition)
+    assert found is not None
+    yield from dict.fromkeys((found.stream, reading.streams.root(addition)))
 
 
 def _as_projection(reading: Reading, total: Node, skip: int, branch: int, block: str) -> Iterator[Case]:

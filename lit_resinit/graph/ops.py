@@ -24,6 +24,7 @@ class Does(enum.Flag):
     STRAIGHT = enum.auto()  # linear, or picks elements: nothing that a layer before and one after it could not do
     MERGES = enum.auto()  # puts several values side by side, into one another, or picks among them
     SELECTS = enum.auto()  # takes a parameter in as a value: no layer works on what passes
+    PICKS = enum.auto()  # by indices or a condition, through which no error flows back
     SHRINKS = enum.auto()  # lowers the resolution
     MULTIPLIES = enum.auto()  # of two inputs; zero when one is, and the slope is the other
     APPLIES_WEIGHT = enum.auto()  # linear in the weight of a layer
@@ -73,7 +74,7 @@ _TABLE: tuple[tuple[Kind, str], ...] = (
     (Kind(_NOTHING, Zero.NEVER), "reciprocal parameter buffer input constant"),
     (Kind(Does.MULTIPLIES, Zero.ANY), "mul bmm dot mv matmul linear"),
     (Kind(Does.MULTIPLIES | Does.APPLIES_WEIGHT | Does.STRAIGHT, Zero.ANY), "mm conv"),
-    (Kind(Does.APPLIES_WEIGHT, Zero.VALUES), "embedding"),
+    (Kind(Does.APPLIES_WEIGHT | Does.PICKS, Zero.VALUES), "embedding"),
     # copies: zero stays zero, the slope is one
     (
         Kind(_COPIES, Zero.VALUES),
@@ -83,14 +84,17 @@ _TABLE: tuple[tuple[Kind, str], ...] = (
     # moves, pools, drops: zero stays zero, the slope does not vanish
     (
         Kind(_MOVES, Zero.VALUES),
-        "repeat repeat_interleave tile roll flip rot90 constant_pad_nd pad reflection_pad1d reflection_pad2d "
+        "repeat tile roll flip rot90 constant_pad_nd pad reflection_pad1d reflection_pad2d "
         "reflection_pad3d replication_pad1d replication_pad2d replication_pad3d _adaptive_avg_pool2d "
         "_adaptive_avg_pool3d adaptive_avg_pool1d adaptive_max_pool2d adaptive_max_pool3d max_pool1d "
         "mkldnn_max_pool2d fractional_max_pool2d max upsample_nearest1d upsample_nearest2d upsample_nearest3d "
         "_upsample_nearest_exact1d _upsample_nearest_exact2d upsample_linear1d upsample_bilinear2d "
-        "upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa index index_select gather take "
-        "take_along_dim masked_select pixel_shuffle native_channel_shuffle channel_shuffle im2col col2im unfold "
-        "grid_sampler_2d native_dropout dropout feature_dropout _fused_dropout",
+        "upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa pixel_shuffle native_channel_shuffle "
+        "channel_shuffle im2col col2im unfold grid_sampler_2d native_dropout dropout feature_dropout _fused_dropout",
+    ),
+    (
+        Kind(_MOVES | Does.PICKS, Zero.VALUES),
+        "index index_select gather take take_along_dim masked_select repeat_interleave",
     ),
     (Kind(_MOVES | Does.REDUCES, Zero.VALUES), "mean sum amax"),
     (
@@ -101,11 +105,12 @@ _TABLE: tuple[tuple[Kind, str], ...] = (
     # several values in one
     (Kind(_PLACES | Does.SELECTS, Zero.VALUES), "cat stack copy_into"),
     (
-        Kind(_PLACES, Zero.VALUES),
+        Kind(_PLACES | Does.PICKS, Zero.VALUES),
         "placed scatter scatter_add scatter_reduce index_add index_put index_copy slice_scatter",
     ),
-    (Kind(Does.MERGES | Does.SELECTS, Zero.VALUES), "where"),
-    (Kind(Does.MERGES, Zero.VALUES), "masked_fill masked_scatter select_scatter slice_backward"),
+    (Kind(Does.MERGES | Does.SELECTS | Does.PICKS, Zero.VALUES), "where"),
+    (Kind(Does.MERGES | Does.PICKS, Zero.VALUES), "masked_fill masked_scatter"),
+    (Kind(Does.MERGES, Zero.VALUES), "select_scatter slice_backward"),
     (Kind(Does.SELECTS), "maximum minimum"),
     # what ATen fuses, and what divides by a size
     (
