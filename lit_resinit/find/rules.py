@@ -182,10 +182,6 @@ def _carried(case: Case) -> Iterator[tuple[int, float]]:
             total = found.value
 
 
-def _is_shown(case: Case) -> bool:
-    return any(view.value == case.branch for view in case.shown)
-
-
 def _is_projected_once(case: Case) -> bool:
     return any(view.value in case.inside for view in case.shown if view.value > case.view.value)
 
@@ -343,7 +339,6 @@ def _is_gated_by_stream(case: Case, product: Node) -> bool:
 RULES: tuple[Rule, ...] = (
     Rule("subtracted skip", _is_subtracted, "y - x: what is subtracted does not go on"),
     Rule("cancels", _cancels, "x + (f(x) - x): a straight-through estimator"),
-    Rule("branch on the skip", _is_shown, "pool(x) + x: the skip is computed from the branch"),
     Rule("one projection", _is_projected_once, "l(x) + l(x) ** 3: a GELU that is written out", "projection"),
     Rule("spread mean", _is_spread, "net((x - mean) / deviation) + mean: a statistic that is put back", "identity"),
     Rule("mix of streams", _mixes, "a * x + b * y with learned factors: a weighted mean of two streams"),

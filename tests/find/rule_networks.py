@@ -93,6 +93,16 @@ def mixed_streams(h: Tensor, f: nn.Module, a: nn.Module, b: nn.Module) -> Tensor
     return b(h) + a(h + f(h))
 
 
+def conv_block() -> nn.Sequential:
+    return nn.Sequential(conv(), nn.ReLU(), conv())
+
+
+def down_and_up(h: Tensor, f: nn.Module, g: nn.Module) -> Tensor:
+    h = h + f(h)
+    low = nn.functional.avg_pool2d(h, 2)
+    return nn.functional.interpolate(low + g(low), scale_factor=2.0) + h
+
+
 def draw(h: Tensor, mean: nn.Module, deviation: nn.Module, noise: bool) -> Tensor:
     middle = mean(h)
     spread = torch.exp(deviation(h))
@@ -128,12 +138,8 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
         lambda: Network(0, lambda h, f: h + (f(h) - h), f=mlp()),
         lambda: Network(1, lambda h, f: h + (f(h) - 0.5 * h), f=mlp()),
     ),
-    "branch on the skip": (
-        lambda: Network(1, lambda h, f: (h := h + f(h)).mean(1, keepdim=True).expand_as(h) + h, f=mlp()),
-        lambda: Network(2, lambda h, f, g: (s := h + f(h)) + g(h), f=mlp(), g=mlp()),
-    ),
     "one projection": (
-        lambda: Network(0, lambda h, k, n: (y := k(h)) + n(y) ** 3, k=Apart(), n=nn.LayerNorm(WIDTH)),
+        lambda: Network(0, lambda h, k: (y := k(h)) + y**3, k=linear()),
         lambda: Network(1, lambda h, k, f: k(h) + f(h), k=linear(), f=mlp()),
     ),
     "spread mean": (
@@ -141,7 +147,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
         lambda: Network(1, lambda h, f: f(h - pooled(h)) + h, f=mlp()),
     ),
     "an earlier sum again": (
-        lambda: Network(2, lambda h, f, n, u: n(s := h + f(h)) + 0 * u(s) + s, f=mlp(), n=nn.LayerNorm(WIDTH), u=mlp()),
+        lambda: Network(2, down_and_up, image=True, f=conv_block(), g=conv_block()),
         lambda: Network(2, lambda h, f, g: (h + f(h)) + g(h), f=mlp(), g=mlp()),
     ),
     "mix of streams": (
