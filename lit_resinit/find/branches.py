@@ -19,10 +19,19 @@ from lit_resinit.graph.where import Address, AddressBook
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Found:
-    """The residual additions of a graph, and for every other sum the name of the rule by which it is none."""
+    """What a graph holds.
+
+    Args:
+        streams: The residual additions.
+        refused: For every other sum the name of the rule by which it is none.
+        facts: What was known before any sum was judged.
+        addresses: Where every operation runs, in the order of execution.
+    """
 
     streams: Streams
     refused: dict[int, str]
+    facts: Facts
+    addresses: list[Address]
 
 
 def find_additions(graph: Graph) -> list[Addition]:
@@ -57,7 +66,7 @@ class _Search:
         for stage in STAGES:
             streams = stage(self, streams)
         refused = {node: why for node, why in self.refused.items() if node not in streams}
-        return Found(streams, refused)
+        return Found(streams, refused, self.facts, self.where)
 
     def _may_be_residual(self, node: Node) -> bool:
         why = (
