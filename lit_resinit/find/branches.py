@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
+from typing import Literal
 
 from lit_resinit.find import rules
 from lit_resinit.find.rules import Case, Facts, Reading
@@ -23,15 +24,21 @@ class Found:
 
     Args:
         streams: The residual additions.
-        refused: For every other sum the name of the rule by which it is none.
+        refused: For every other sum the rules by which it is none; where no rule is named, no summand is computed from
+            the other, nor both from one value.
         facts: What was known before any sum was judged.
         addresses: Where every operation runs, in the order of execution.
     """
 
     streams: Streams
-    refused: dict[int, str]
+    refused: dict[int, tuple[str, ...]]
     facts: Facts
     addresses: list[Address]
+
+    def skip(self, total: int) -> Literal["identity", "projection"] | None:
+        """The kind of skip of a residual sum; None for any other."""
+        addition = self.streams.at(total)
+        return None if addition is None else "projection" if addition.projection else "identity"
 
 
 def find_additions(graph: Graph) -> list[Addition]:
@@ -58,14 +65,14 @@ class _Search:
         self.graph, self.nodes = graph, graph.nodes
         self.facts = Facts(graph, readers, NetworkUses(graph, readers))
         self.where = addresses(graph)
-        self.refused: dict[int, str] = {}
+        self.refused: dict[int, dict[str, None]] = {}  # names in the order in which they were given
         self.sums = [n for n in visible_sums(graph) if self._may_be_residual(n)]
 
     def run(self) -> Found:
         streams = Streams(self.graph)
         for stage in STAGES:
             streams = stage(self, streams)
-        refused = {node: why for node, why in self.refused.items() if node not in streams}
+        refused = {node: tuple(names) for node, names in self.refused.items() if node not in streams}
         return Found(streams, refused, self.facts, self.where)
 
     def _may_be_residual(self, node: Node) -> bool:
@@ -79,7 +86,7 @@ class _Search:
             else ""
         )
         if why:
-            self.refused[node.index] = why
+            self.refused[node.index] = {why: None}
         return not why
 
     def judge(self, reading: Reading, sums: Iterable[Node]) -> Streams:
@@ -91,12 +98,14 @@ class _Search:
         return Streams(self.graph, reading.streams)
 
     def _judge_sum(self, reading: Reading, node: Node) -> Addition | None:
-        self.refused[node.index] = "no summand is computed from the other"
+        refused = self.refused.setdefault(node.index, {})
         for case in candidates(reading, node, self.where[node.call].block):
+            if case.interior is None:
+                continue
             rule = rules.refusal(case)
             if rule is None:
                 return self._addition(case)
-            self.refused[node.index] = rule.name
+            refused[rule.name] = None
         return None
 
     def _addition(self, case: Case) -> Addition:
@@ -115,8 +124,9 @@ class _Search:
 
     def leave_out(self, streams: Streams, nodes: Iterable[int], why: str) -> Streams:
         """The streams without some of their additions."""
-        dropped = dict.fromkeys(nodes, why)
-        self.refused |= dropped
+        dropped = dict.fromkeys(nodes)
+        for node in dropped:
+            self.refused[node][why] = None
         return Streams(self.graph, streams.without(dropped.keys())) if dropped else streams
 
 

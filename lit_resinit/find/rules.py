@@ -167,10 +167,6 @@ def _scales_both(case: Case) -> bool:
 # -------------------------------------------------------------------- what the branch is
 
 
-def _is_unrelated(case: Case) -> bool:
-    return case.interior is None
-
-
 def _learns_nothing(case: Case) -> bool:
     """No learned layer or norm lies between (nor a factor, where these count); a lone bias is arithmetic."""
     nodes = case.graph.nodes
@@ -285,7 +281,6 @@ RULES: tuple[Rule, ...] = (
     Rule("cancels", _cancels, "x + (f(x) - x): a straight-through estimator", "identity"),
     Rule("mix of streams", _mixes, "a * x + b * y with learned factors: a weighted mean of two streams"),
     Rule("factor on both", _scales_both, "a * x + b * pool(x): the logits of graph attention", "identity"),
-    Rule("unrelated", _is_unrelated, "x + position(y): the one summand is not computed from the other"),
     Rule("nothing learned", _learns_nothing, "x + pool(x): arithmetic"),
     Rule("heads added up", _adds_up_heads, "two output heads on one stream", "projection"),
     Rule("one kernel", _is_one_kernel, "x + conv3(x) + conv1(x): parallel layers that are one", "identity"),

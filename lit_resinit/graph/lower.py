@@ -234,7 +234,7 @@ class Spelling:
         target, source = self._node("self"), self._node(name)
         if target is None or source is None or not self._graph.nodes[target].data:
             return None
-        placed = self._add("scatter", (source,), shape)
+        placed = self._add("placed", (source,), shape)
         return self._sum(target, self._scaled(placed, self._arguments.get("alpha", 1), shape), shape)
 
     def _spell_index_add(self, shape: tuple[int, ...]) -> int | None:

@@ -101,7 +101,10 @@ _TABLE: tuple[tuple[Kind, str], ...] = (
     (Kind(Does.CUTS), "slice select split split_with_sizes unbind narrow chunk tensor_split diagonal"),
     # several values in one
     (Kind(_PLACES | Does.SELECTS, Zero.VALUES), "cat stack copy_into"),
-    (Kind(_PLACES, Zero.VALUES), "scatter scatter_add scatter_reduce index_add index_put index_copy slice_scatter"),
+    (
+        Kind(_PLACES, Zero.VALUES),
+        "placed scatter scatter_add scatter_reduce index_add index_put index_copy slice_scatter",
+    ),
     (Kind(Does.MERGES | Does.SELECTS, Zero.VALUES), "where"),
     (Kind(Does.MERGES, Zero.VALUES), "masked_fill masked_scatter select_scatter slice_backward"),
     (Kind(Does.SELECTS), "maximum minimum"),
