@@ -17,6 +17,8 @@ from lit_resinit.graph import ops
 from lit_resinit.graph.ops import Does
 from lit_resinit.graph.values import Graph, Node
 
+_FACTORS, _PARTNERS = Does.MULTIPLIES | Does.APPLIES_WEIGHT, Does.MULTIPLIES | Does.ATTENDS
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Tail:
@@ -139,7 +141,7 @@ class Tails:
             if not zero[node.index] and not stays_zero(self.graph, node, zero.__getitem__):
                 continue
             zero[node.index] = True
-            factors = node.inputs[:2] if ops.does(node.op, Does.MULTIPLIES | Does.ATTENDS) else ()
+            factors = node.inputs[:2] if ops.does(node.op, _PARTNERS) else ()
             if factors and all(zero[i] and nodes[i].data for i in factors):
                 return node.index
             new = [r for r in self.readers[node.index] if r <= end and r not in seen]
@@ -223,7 +225,7 @@ class _Walk:
             return self._fork(node, [i for i in ops.values_of(node.op, node.inputs) if self.nodes[i].data])
         if ops.does(node.op, Does.ATTENDS):
             return ops.values_of(node.op, node.inputs)[0]
-        if ops.does(node.op, Does.MULTIPLIES | Does.APPLIES_WEIGHT):
+        if ops.does(node.op, _FACTORS):
             return self._through_product(node)
         if node.op == "norm":
             return self._stop(node, "a norm without weights")

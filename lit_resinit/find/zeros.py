@@ -14,6 +14,7 @@ from lit_resinit.graph.ops import Does, Zero
 from lit_resinit.graph.values import Graph, Node
 
 IsZero = Callable[[int], bool]
+_FACTORS = Does.MULTIPLIES | Does.APPLIES_WEIGHT
 
 
 def stays_zero(graph: Graph, node: Node, is_zero: IsZero) -> bool:
@@ -94,7 +95,7 @@ class Zeros:
     def _judge(self, node: Node) -> bool:
         if node.op == "parameter":
             return self.holds(node.name)
-        if ops.does(node.op, Does.MULTIPLIES | Does.APPLIES_WEIGHT):
+        if ops.does(node.op, _FACTORS):
             factor = self._closed_factor(node)
             if factor is not None:
                 self._factors[node.index] = factor

@@ -136,6 +136,9 @@ _TABLE: tuple[tuple[Kind, str], ...] = (
 KINDS: dict[str, Kind] = {name: kind for kind, names in _TABLE for name in names.split()}
 
 
+_FLAGS = {name: known.does.value for name, known in KINDS.items()}  # plain numbers: it is asked at every step of a walk
+
+
 def kind(op: str) -> Kind:
     """The row of an operation; that of a function for one that is not in the table."""
     return KINDS.get(op, _FUNCTION)
@@ -143,8 +146,7 @@ def kind(op: str) -> Kind:
 
 def does(op: str, what: Does) -> bool:
     """Whether an operation does (one of) these."""
-    known = KINDS.get(op)
-    return known is not None and bool(known.does & what)
+    return bool(_FLAGS.get(op, 0) & what._value_)
 
 
 @functools.cache
