@@ -174,9 +174,18 @@ class _Passed:
         )
 
     def closed_with(self, summand: Tail) -> Tail:
-        """A summand whose gates close what is added after it too."""
-        gates = (dataclasses.replace(g, biases=(*self.biases, *g.biases)) for g in summand.gates)
-        return dataclasses.replace(summand, gates=tuple(gates)) if self.biases else summand
+        """A summand whose gates close what is added after it too, and fold into that as well."""
+        if not self.biases:
+            return summand
+        gates = (
+            dataclasses.replace(
+                gate,
+                biases=(*self.biases, *gate.biases),
+                folds_into=(*gate.folds_into, *self.biases) if gate.folds_into else (),
+            )
+            for gate in summand.gates
+        )
+        return dataclasses.replace(summand, gates=tuple(gates))
 
 
 class _Walk:
