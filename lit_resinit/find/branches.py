@@ -22,13 +22,20 @@ _LIMIT = 64  # values looked at behind one operand: where it is a part, that sho
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Found:
-    """The residual additions of a graph, and for every other sum the rules by which it is none.
+    """What a graph holds.
 
-    Where no rule is named, no summand is computed from the other, nor both from one value.
+    Args:
+        streams: The residual additions.
+        refused: For every other sum the rules by which it is none; where no rule is named, no summand is computed from
+            the other, nor both from one value.
+        facts: What was known before any sum was judged.
+        addresses: Where every operation runs, in the order of execution.
     """
 
     streams: Streams
     refused: dict[int, tuple[str, ...]]
+    facts: Facts
+    addresses: list[Address]
 
     def skip(self, total: int) -> Literal["identity", "projection"] | None:
         """The kind of skip of a residual sum; None for any other."""
@@ -68,7 +75,7 @@ class _Search:
         for stage in STAGES:
             streams = stage(self, streams)
         refused = {node: tuple(names) for node, names in self.refused.items() if node not in streams}
-        return Found(streams, refused)
+        return Found(streams, refused, self.facts, self.where)
 
     def _may_be_residual(self, node: Node) -> bool:
         why = (

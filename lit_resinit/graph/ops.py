@@ -12,6 +12,7 @@ import functools
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -140,6 +141,9 @@ _TABLE: tuple[tuple[Kind, str], ...] = (
 KINDS: dict[str, Kind] = {name: kind for kind, names in _TABLE for name in names.split()}
 
 
+_FLAGS = {name: known.does.value for name, known in KINDS.items()}  # plain numbers: it is asked at every step of a walk
+
+
 def kind(op: str) -> Kind:
     """The row of an operation; that of a function for one that is not in the table."""
     return KINDS.get(op, _FUNCTION)
@@ -147,8 +151,7 @@ def kind(op: str) -> Kind:
 
 def does(op: str, what: Does) -> bool:
     """Whether an operation does (one of) these."""
-    known = KINDS.get(op)
-    return known is not None and bool(known.does & what)
+    return bool(_FLAGS.get(op, 0) & what._value_)
 
 
 @functools.cache
@@ -199,7 +202,7 @@ def is_random(func: OpOverload) -> bool:
 
 
 def at_zero(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, float] | None:
-    """Value and slope at zero of a function that acts on each element alone, measured by calling it.
+    """Value and slope at zero of a function that acts on each element alone, measured by calling it once.
 
     Args:
         func: The operation.
@@ -209,10 +212,29 @@ def at_zero(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     Returns:
         Value and slope at zero, or None when the operation mixes elements or cannot be called so.
     """
+    return _measured(_Spelled(func, repr(args), repr(kwargs), args, kwargs))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Spelled:
+    """A call by how it is written, for its arguments need not be hashable."""
+
+    func: OpOverload
+    args: str
+    kwargs: str
+    _args: tuple[Any, ...] = dataclasses.field(compare=False)
+    _kwargs: dict[str, Any] = dataclasses.field(compare=False)
+
+    def __call__(self, x: Tensor) -> Any:
+        return self.func(*(x if a is None else a for a in self._args), **self._kwargs)
+
+
+@functools.lru_cache(maxsize=1024)  # the functions of a few networks; measuring one anew costs under a millisecond
+def _measured(call: _Spelled) -> tuple[float, float] | None:
     with _disable_current_modes(), torch.enable_grad():
         x = torch.zeros(3, dtype=torch.float64, requires_grad=True)
         try:
-            y = func(*(x if a is None else a for a in args), **kwargs)
+            y = call(x)
             if y.shape != x.shape:
                 return None
             rows = [torch.autograd.grad(y[i], x, retain_graph=True)[0] for i in range(3)]

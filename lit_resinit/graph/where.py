@@ -25,6 +25,8 @@ _COMPILED_PREFIX = "_orig_mod."
 class Address:
     """Where an operation runs, the same in every forward: module, line, operation, and its count there."""
 
+    __module__ = "lit_resinit"  # a pickle names no room
+
     block: str
     line: str
     op: str

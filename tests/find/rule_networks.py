@@ -97,9 +97,9 @@ def conv_block() -> nn.Sequential:
     return nn.Sequential(conv(), nn.ReLU(), conv())
 
 
-def down_and_up(h: Tensor, f: nn.Module, g: nn.Module) -> Tensor:
+def down_and_up(h: Tensor, f: nn.Module, d: nn.Module, g: nn.Module) -> Tensor:
     h = h + f(h)
-    low = nn.functional.avg_pool2d(h, 2)
+    low = d(h)
     return nn.functional.interpolate(low + g(low), scale_factor=2.0) + h
 
 
@@ -147,7 +147,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
         lambda: Network(1, lambda h, f: f(h - pooled(h)) + h, f=mlp()),
     ),
     "an earlier sum again": (
-        lambda: Network(2, down_and_up, image=True, f=conv_block(), g=conv_block()),
+        lambda: Network(2, down_and_up, image=True, f=conv_block(), d=conv(stride=2), g=conv_block()),
         lambda: Network(2, lambda h, f, g: (h + f(h)) + g(h), f=mlp(), g=mlp()),
     ),
     "mix of streams": (
