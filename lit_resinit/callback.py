@@ -11,6 +11,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from lit_resinit.errors import GradientError, IdentityError, NoBranchError, ResInitError, TraceError, warn
+from lit_resinit.graph.tensors import end_measuring
 from lit_resinit.graph.trace import Run, call_model
 from lit_resinit.graph.where import clean_name
 from lit_resinit.judge.gradients import SLOW, GradientReport
@@ -543,6 +544,7 @@ class ResidualInit(Callback):
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
         """Leave no hook or mode behind, and a page that says what stopped the run."""
+        end_measuring()
         self._watch.stop()
         self._stop_explaining()
         give_back_loader(trainer, pl_module)

@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from lit_resinit.graph.eager import eager
 from lit_resinit.judge.gradients import GradientReport, check_gradients
 from lit_resinit.judge.identity import IdentityReport
 from lit_resinit.judge.probe import GradientProbe
@@ -49,8 +49,8 @@ class Observation:
 
     def start(self) -> None:
         """Begin to observe."""
-        self._exit.enter_context(torch.compiler.set_stance("force_eager"))
         self._probe = GradientProbe(self._model, self._plan, self._inputs)
+        self._exit.enter_context(eager())
         self._exit.enter_context(self._probe)
 
     def stop(self) -> None:
