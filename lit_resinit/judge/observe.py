@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +14,7 @@ from lit_resinit.graph.eager import eager
 from lit_resinit.judge.gradients import GradientReport, check_gradients
 from lit_resinit.judge.identity import IdentityReport
 from lit_resinit.judge.probe import GradientProbe
-from lit_resinit.plan.values import ResidualPlan
+from lit_resinit.plan.values import ResidualPlan, check_plan
 
 
 class Observation:
@@ -64,7 +66,8 @@ class Observation:
         self.stop()
         if self._probe is not None:
             _ = self.identity
-            self._gradients = check_gradients(self._model, self._plan, self._probe.flow())
+            report = check_gradients(self._model, self._plan, self._probe.flow())
+            self._gradients = report if self._probe.saw_backward else _without_backward(report)
         self.close()
 
     def link(self, loss: Tensor) -> None:
@@ -78,6 +81,20 @@ class Observation:
         if self._probe is not None:
             self.graph = self._probe.release()
             self._probe = None
+
+
+def _without_backward(report: GradientReport) -> GradientReport:
+    """No gradient is of this step: what an earlier one left says nothing of it."""
+    why = "no backward of this model ran inside the block; the gradient on it is of an earlier step"
+    remedy = "run one forward and `loss.backward()` of this model inside `with observe(...)`"
+    return GradientReport(
+        {
+            name: gate
+            if math.isnan(gate.size)
+            else dataclasses.replace(gate, status="missing", cause=why, source="", waits_for=None, remedy=remedy)
+            for name, gate in report.gates.items()
+        }
+    )
 
 
 @contextlib.contextmanager
@@ -113,6 +130,7 @@ def observe(model: nn.Module, plan: ResidualPlan, inputs: Any = ()) -> Iterator[
     Reference:
         Pradeep (2026), A zero-initialised layer learns only through a nonzero path.
     """
+    check_plan(model, plan)
     seen = Observation(model, plan, inputs)
     seen.start()
     try:

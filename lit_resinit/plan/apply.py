@@ -22,7 +22,7 @@ from lit_resinit.plan.hooks import (
     mark_applied,
 )
 from lit_resinit.plan.names import is_below
-from lit_resinit.plan.values import Branch, ResidualPlan
+from lit_resinit.plan.values import Branch, ResidualPlan, check_plan
 from lit_resinit.words import without_numbers
 
 _CONSTANT = 1e-6  # spread, relative to size, up to which a weight counts as constant
@@ -85,6 +85,7 @@ def apply_(model: nn.Module, plan: ResidualPlan, *, overwrite_trained: bool = Fa
         >>> [g.parameter for g in plan.gates]
         ['self_attn.residual_gate', 'linear2.residual_gate']
     """
+    check_plan(model, plan)
     parameters = {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
     modules = {clean_name(n): m for n, m in model.named_modules(remove_duplicate=False)}
     todo = [b for b in plan.active if b.action not in ("already_closed", "observe")]
@@ -232,6 +233,8 @@ def fold_(model: nn.Module) -> list[str]:
         >>> fold_(layer)
         ['self_attn.residual_gate', 'linear2.residual_gate']
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"Expected argument `model` to be a torch.nn.Module but got {type(model).__name__}")
     parameters = {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
     uses: dict[int, int] = {}
     for parameter in parameters.values():
