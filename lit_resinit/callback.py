@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lit_resinit.errors import GradientError, IdentityError, NoBranchError, ResInitError, TraceError, warn
 from lit_resinit.graph.tensors import end_measuring
-from lit_resinit.graph.trace import Run, call_model
 from lit_resinit.graph.where import clean_name
 from lit_resinit.judge.gradients import SLOW, GradientReport
 from lit_resinit.judge.identity import IdentityReport
@@ -35,7 +34,8 @@ from lit_resinit.report.figures import activation_figure, takes_figures
 from lit_resinit.report.files import check_report, is_page, replace_file
 from lit_resinit.report.page import LivePage, about_run, clock, later
 from lit_resinit.report.tables import history_table
-from lit_resinit.trainer.inputs import candidates, few_batches, give_back_loader, training_loss, training_step
+from lit_resinit.trainer.batches import give_back_loader
+from lit_resinit.trainer.inputs import apart, candidates, few_batches, training_loss
 from lit_resinit.trainer.setups import may_come_later, refuse_copies, refuse_sharded, refuse_strategy
 from lit_resinit.watch.history import History, to_record
 from lit_resinit.watch.logs import metrics
@@ -254,10 +254,10 @@ class ResidualInit(Callback):
     def _plan(self, trainer: Any, pl_module: nn.Module, scheme: Scheme) -> ResidualPlan:
         check_arguments(pl_module, scheme, self.include, self.exclude)
         tried: list[str] = []
-        for what, inputs in candidates(trainer, pl_module, self.example_inputs, tried):
-            run: Run = call_model if what != "a batch of the training data" else training_step(trainer)
+        for what, inputs, run in candidates(trainer, pl_module, self.example_inputs, tried):
             try:
-                return plan_forward(pl_module, inputs, {}, run, scheme, self.include, self.exclude)
+                with apart(trainer, pl_module):
+                    return plan_forward(pl_module, inputs, {}, run, scheme, self.include, self.exclude)
             except TraceError as error:
                 tried.append(f"{what}: {error}")
         raise TraceError(

@@ -62,11 +62,11 @@ def signals_held() -> Iterator[None]:
         return
     holder = _Holder()
     try:
-        for number in signal.valid_signals():
-            handler = signal.getsignal(number)
+        for each in signal.valid_signals():
+            handler = signal.getsignal(each)
             if callable(handler):
-                holder.handlers[number] = handler
-                signal.signal(number, holder)
+                holder.handlers[int(each)] = handler
+                signal.signal(each, holder)
         yield
     finally:
         holder.holds = False  # first: whatever comes now goes to its handler, also where one of these lines is cut off

@@ -80,7 +80,7 @@ def host_random_state() -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def keep_state(model: nn.Module) -> Iterator[None]:
-    """Put everything that a model holds back: parameters, buffers, gradients, flags, attributes, whatever is in them."""
+    """Put everything back that a model holds: parameters, buffers, gradients, flags, attributes and what is in them."""
     kept = Kept(model)
     try:
         yield

@@ -23,9 +23,9 @@ def is_sharded(tensor: Tensor) -> bool:
 def local(tensor: Tensor) -> Tensor:
     """Of a sharded tensor the part that this rank holds, of a jagged one its values; any other tensor as it is."""
     part: Tensor = getattr(tensor, "_local_tensor", tensor)
-    if part.is_nested and part.layout is torch.jagged:
-        return part._values  # type: ignore[attr-defined, no-any-return]
-    return part
+    jagged = part.is_nested and part.layout is torch.jagged
+    values: Tensor = getattr(part, "_values") if jagged else part  # noqa: B009 - typed as a method
+    return values
 
 
 def whole(tensor: Tensor) -> Tensor:

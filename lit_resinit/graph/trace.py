@@ -96,9 +96,7 @@ def _trace_fake(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         return _record_fake(model, args, kwargs, run, lot)
 
 
-def _record_fake(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, lot: float | None
-) -> Graph:
+def _record_fake(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, lot: float | None) -> Graph:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memo = {id(t): mode.from_tensor(t.detach()) for t in _computed_attributes(model)}
     memo |= {id(t): mode.from_tensor(t) for t in (*model.parameters(), *model.buffers())}
