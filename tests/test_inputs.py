@@ -42,7 +42,7 @@ class Counted(TensorDataset):
 def test_batch_is_small_and_from_the_start_of_the_data() -> None:
     (batch,) = first_batch(DataLoader(Counted(), batch_size=8, shuffle=True))
     assert batch.tolist() == [0.0, 1.0, 2.0, 3.0]
-    assert READ == list(range(SMALL))
+    assert list(range(SMALL)) == READ
 
 
 def test_size_of_none_is_the_loaders_own() -> None:

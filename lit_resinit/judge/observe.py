@@ -66,8 +66,10 @@ class Observation:
         self.stop()
         if self._probe is not None:
             _ = self.identity
-            report = check_gradients(self._model, self._plan, self._probe.flow())
-            self._gradients = report if self._probe.saw_backward else _without_backward(report)
+            flow = self._probe.flow()
+            report = check_gradients(self._model, self._plan, flow)
+            reached = any(isinstance(target, str) for target in flow.edges)  # a parameter of this model
+            self._gradients = report if reached else _without_backward(report)
         self.close()
 
     def link(self, loss: Tensor) -> None:

@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, IterableDataset
 
 from lit_resinit.errors import TraceError, warn
-from lit_resinit.graph.keep import Kept, keep_rng
+from lit_resinit.graph.keep import Kept, host_random_state, keep_rng
 
 SMALL = 4  # items; batch statistics need more than one
 
@@ -94,8 +95,10 @@ def take_batch(loader: Any, size: int | None = SMALL, apart: tuple[Any, ...] = (
     with keep_rng():
         if _is_loader(loader):
             return _from_loader(loader, size, apart), loader
-        if isinstance(loader, Iterator):
+        if isinstance(loader, Iterator) and not hasattr(loader, "__dict__"):
+            state = _random_state()
             batch = next(loader)
+            _tell_draws(loader, state)
             return batch, itertools.chain([batch], loader)
         return _from_source(loader, 1, lambda items: items[0], loader, apart), loader
 
@@ -148,6 +151,7 @@ def _from_source(source: Any, count: int, collate: Any, loader: Any, apart: tupl
     around = Kept(loader, apart=(*apart, source), data=True)
     kept = Kept(source, apart=apart, data=True)
     saved = _saved(loader, source) if kept.streams else None
+    state = _random_state()
     stream, items = iter(source), list[Any]()
     try:
         items += itertools.islice(stream, count)
@@ -160,8 +164,24 @@ def _from_source(source: Any, count: int, collate: Any, loader: Any, apart: tupl
             if isinstance(stream, Generator):
                 stream.close()
             kept.put_back()
-        elif not _is_loaded(saved) and items and not _hand_back(source, items, stream):
-            _warn_about(source, kept.streams)
+        elif not _is_loaded(saved) and items:
+            _tell_draws(source, state)
+            if not _hand_back(source, items, stream):
+                _warn_about(source, kept.streams)
+
+
+def _random_state() -> tuple[Any, ...]:
+    return torch.get_rng_state().numpy().tobytes(), host_random_state()
+
+
+def _tell_draws(source: Any, before: tuple[Any, ...]) -> None:
+    """What was read is given back, but not the random numbers that reading it drew."""
+    if _random_state() != before:
+        warn(
+            f"planning read a batch from {type(source).__name__}, which can be read once and draws random numbers: the "
+            "training gets that batch, but later draws are others than without the callback. Pass "
+            "`ResidualInit(example_inputs=...)`, or set `example_input_array`, and nothing is read."
+        )
 
 
 def _saved(*objects: Any) -> tuple[Any, Any] | None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 _LIBRARY = ("lightning", "pytorch_lightning", "lightning_fabric")
+_PLACE = ("world_size", "global_rank", "local_rank", "node_rank", "is_global_zero")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.device, torch.dtype, os.PathLike, type)
 
 
@@ -69,6 +70,10 @@ class Optimizers(Silent):
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Run the closure, which may be where the forward is."""
         return None if closure is None else closure()
+
+    def get_last_lr(self) -> list[float]:
+        """The rate of a scheduler that did not step yet, as far as known."""
+        return [0.0]
 
     def __len__(self) -> int:
         return self._declared
@@ -211,14 +216,16 @@ def stand_in(trainer: Any, module: Any, loader: Any = None) -> Any:
     """
     world: dict[int, Any] = {id(trainer.lightning_module): module}
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    ranks = int(getattr(trainer, "world_size", 1))
+    ranks = int(trainer.world_size)
     nothing = Silent()
+    place = {name: getattr(trainer, name) for name in _PLACE}  # the environment tells these by methods
     Image(
         trainer.strategy,
         world,
         lightning_module=module,
         model=module,
         root_device=device,
+        **place,
         optimizers=Optimizers(),
         _lightning_optimizers=Optimizers(),
         all_gather=lambda tensor, *a, **k: tensor if ranks == 1 else torch.stack([tensor] * ranks),
@@ -232,6 +239,7 @@ def stand_in(trainer: Any, module: Any, loader: Any = None) -> Any:
         world,
         lightning_module=module,
         model=module,
+        **place,
         train_dataloader=shown,
         val_dataloaders=None,
         num_training_batches=_batches(trainer, loader),
