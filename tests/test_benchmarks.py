@@ -1,13 +1,10 @@
 """The small form of every benchmark runs, and what it states holds there too."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from benchmarks import checkers, depth, depth_training, overhead, peers, slow_start
+
+pytestmark = pytest.mark.slow
 
 
 def test_checkers_find_every_trouble_and_nothing_else() -> None:

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from lit_resinit.find.branches import Address
 from lit_resinit.find.gates import Gate
+from lit_resinit.graph.where import Address
 from lit_resinit.words import in_columns, in_common, together, without_numbers
 
 Scheme = Literal["auto", "zero", "insert", "last_layer", "sqrt_depth", "downscale", "observe"]

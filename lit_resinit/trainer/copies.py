@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_resinit.errors import GateError, ResInitError
-from lit_resinit.graph.where import clean_name
-from lit_resinit.plan.names import is_below
+from lit_resinit.graph.where import clean_name, is_below
 from lit_resinit.plan.values import ResidualPlan, Scheme
 from lit_resinit.words import together
 
