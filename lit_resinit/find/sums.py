@@ -68,7 +68,7 @@ class NetworkUses:
         return False
 
     def _shows(self, reader: int, size: int) -> bool:
-        """Whether a value is still what is returned: moved, pooled, put beside others, or a function of each element."""
+        """Whether what is returned still shows the value: moved, pooled, beside others, or element by element."""
         node = self._nodes[reader]
         merged = ops.does(node.op, Does.MERGES) and ops.does(node.op, Does.STRAIGHT)
         return merged or ops.does(node.op, Does.MOVES) or math.prod(node.shape) == size
