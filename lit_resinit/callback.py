@@ -252,9 +252,11 @@ class ResidualInit(Callback):
         if self._trial is None or self._watching is None:
             return
         first = self._trial.phase is Phase.DUE
-        self._trial.before_forward(batch)
-        if first or self._logs(trainer):
-            self._to_loggers = not first or is_due(trainer, trainer.log_every_n_steps)
+        self._trial.before_forward(batch, self._watching.readers() if first else ())
+        if first:
+            self._to_loggers = is_due(trainer, trainer.log_every_n_steps)
+        elif self._logs(trainer):
+            self._to_loggers = True
             self._watching.before_forward()
 
     def on_before_backward(self, trainer: Any, pl_module: nn.Module, loss: Tensor) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import enum
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lit_resinit.errors import GradientError, IdentityError, ResInitError, warn
 from lit_resinit.graph.where import clean_name
+from lit_resinit.judge.compare import Reader
 from lit_resinit.judge.gradients import SLOW, GradientReport
 from lit_resinit.judge.identity import IdentityReport
 from lit_resinit.judge.observe import Observation
@@ -185,13 +186,13 @@ class Trial:
             self.stop()
             raise
 
-    def before_forward(self, batch: Any = ()) -> None:
-        """Begin to observe, where that is due; tensors in the batch count as data."""
+    def before_forward(self, batch: Any = (), readers: Sequence[Reader] = ()) -> None:
+        """Begin to observe, where that is due; tensors in the batch count as data, and readers measure along."""
         self._graphs.begin_batch()
         if self.phase is Phase.FORWARD:  # of a batch without a loss
             self.drop()
         if self.phase is Phase.DUE:
-            self._observation = Observation(self.model, self._plan, batch)
+            self._observation = Observation(self.model, self._plan, batch, readers)
             self._observation.start()
             self.phase = Phase.FORWARD
 
@@ -359,7 +360,7 @@ class Trial:
 class _Graphs:
     """Autograd functions that have to outlive the loss of their batch, which a loop holds until the next one is over.
 
-    See :meth:`~lit_resinit.judge.probe.GradientProbe.release`.
+    See :meth:`~lit_resinit.judge.backward.Errors.release`.
     """
 
     def __init__(self) -> None:

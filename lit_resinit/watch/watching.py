@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lit_resinit.graph.tensors import measuring
 from lit_resinit.plan.values import ResidualPlan
 from lit_resinit.watch.history import History
-from lit_resinit.watch.moments import Moments, Watcher, gate_statistics
+from lit_resinit.watch.moments import Measured, Moments, Watcher, gate_statistics
 
 
 class Watching:
@@ -29,27 +29,33 @@ class Watching:
 
     def __init__(self, model: nn.Module, plan: ResidualPlan, history: History) -> None:
         self._model, self._plan, self._history = weakref.ref(model), plan, history
+        self._measured = Measured(plan)
         self._moments: Moments | None = None
-        self._watcher: Watcher | None = None
-        self._modes = contextlib.ExitStack()
+        self._modes: contextlib.ExitStack | None = None
         self.recorded = False
 
     @property
     def measures(self) -> bool:
-        """Whether a forward that runs now is measured."""
-        return self._watcher is not None
+        """Whether a mode of its own is on."""
+        return self._modes is not None
 
-    def before_forward(self) -> None:
-        """Measure the forward that comes, together with those since the last record."""
-        self._leave()
+    def readers(self) -> tuple[Measured, ...]:
+        """Begin a record, or go on with it, at the additions of a forward that somebody else observes."""
         model = self._model()
         if model is None or not self._plan.branches or self.recorded:
-            return
-        self._watcher = Watcher(model, self._plan)
-        self._modes.enter_context(torch.compiler.set_stance("force_eager"))
-        self._modes.enter_context(self._watcher)
+            return ()
         if self._moments is None:
             self._moments = Moments(2 * len(self._plan)).to(next(model.parameters()).device)
+        return (self._measured,)
+
+    def before_forward(self) -> None:
+        """Measure the forward that comes, which nobody else observes, together with those since the last record."""
+        self._leave()
+        model = self._model()
+        if model is not None and self.readers():
+            self._modes = contextlib.ExitStack()
+            self._modes.enter_context(torch.compiler.set_stance("force_eager"))
+            self._modes.enter_context(Watcher(model, self._plan, self._measured))
 
     def after_forward(self) -> None:
         """The forward is done: no operation is looked at from here on."""
@@ -74,16 +80,18 @@ class Watching:
     def stop(self) -> None:
         """Leave no mode and no number behind."""
         self._leave()
+        self._measured.moments()
         self.end()
 
     def _collect(self) -> None:
-        found = self._watcher.moments() if self._watcher is not None else None
+        found = self._measured.moments()
         if found is not None and self._moments is not None:
             self._moments.update(*found)
 
     def _leave(self) -> None:
-        self._modes.close()
-        self._watcher = None
+        if self._modes is not None:
+            self._modes.close()
+            self._modes = None
 
 
 def record(history: History, step: int, gates: Tensor, moments: Moments) -> bool:
