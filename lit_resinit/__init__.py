@@ -20,11 +20,13 @@ from lit_resinit.find.gates import Gate
 from lit_resinit.judge.gradients import GradientReport, check_gradients
 from lit_resinit.judge.identity import IdentityReport, check_identity
 from lit_resinit.judge.observe import observe
+from lit_resinit.judge.trial import Trial
 from lit_resinit.plan.apply import ScalarGate, apply_, fold_, param_groups
 from lit_resinit.plan.make import make_plan
 from lit_resinit.plan.values import Branch, ResidualPlan
 from lit_resinit.watch.history import History
 from lit_resinit.watch.usefulness import measure_usefulness
+from lit_resinit.watch.watching import watch  # takes the package's name here; `from lit_resinit.watch import ...` stays
 
 if TYPE_CHECKING:
     from lit_resinit.callback import ResidualInit
@@ -49,6 +51,7 @@ __all__ = [
     "ScalarGate",
     "TraceError",
     "TrainedWeightsError",
+    "Trial",
     "apply_",
     "check_gradients",
     "check_identity",
@@ -57,6 +60,7 @@ __all__ = [
     "measure_usefulness",
     "observe",
     "param_groups",
+    "watch",
 ]
 
 try:

@@ -124,7 +124,8 @@ def watch(model: nn.Module, plan: ResidualPlan, history: History, step: int) -> 
         step: The optimizer step, the x-axis of everything that is drawn.
 
     Yields:
-        The :class:`Watching`; several forwards inside are measured together.
+        The :class:`Watching`. Of several forwards inside the first is measured; where several batches lead to one step,
+        call a :class:`Watching` around each forward instead.
 
     Note:
         Cost: some per cent of a step (``benchmarks/overhead.py``); record every fiftieth or so. Compiled modules run
