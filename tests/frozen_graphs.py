@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import lzma
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -25,6 +26,8 @@ from lit_resinit.plan.make import _Planner
 
 FOLDER = Path(__file__).with_name("frozen")
 SCHEMES = ("auto", "observe", "insert", "last_layer")
+_SMALL = 600  # nodes up to which every scheme is tried; a larger network gets the first two, which takes half the time
+_ELEMENTS = 1000  # of a parameter; trailing axes of a larger one are cut to 1, for nothing but its values is asked
 _ADDITION = ("node", "skip", "branch", "stream", "projection", "scales", "block", "between", "root")
 _NAMESPACES = ("aten", "prims")  # what every build of torch has
 
@@ -44,7 +47,8 @@ class Frozen:
 def judge(graph: Graph, model: nn.Module) -> dict[str, Any]:
     """Every addition and the plan of every scheme, in plain types."""
     answer = {"additions": [_addition(a) for a in find_additions(graph)]}
-    answer |= {scheme: _plan(graph, model, scheme) for scheme in SCHEMES}
+    schemes = SCHEMES if len(graph.nodes) <= _SMALL else SCHEMES[:2]
+    answer |= {scheme: _plan(graph, model, scheme) for scheme in schemes}
     return json.loads(json.dumps(answer))
 
 
@@ -380,6 +384,7 @@ def _skeleton(frozen: dict[str, Any], values: list[Any]) -> nn.Module:
 
 def _thaw_parameter(shape: tuple[int, ...], dtype: str, graded: bool, constants: Any) -> nn.Parameter:
     """A parameter without memory of its own; what is not constant becomes uneven numbers."""
+    shape = _cut(shape)
     kind = getattr(torch, dtype.removeprefix("torch."))
     if constants is not None and not isinstance(constants, list):
         return nn.Parameter(torch.full((), constants, dtype=kind).expand(shape), graded)
@@ -392,3 +397,10 @@ def _thaw_parameter(shape: tuple[int, ...], dtype: str, graded: bool, constants:
         for position, value in constants:
             pattern[position] = value
     return nn.Parameter(pattern.to(kind), graded)
+
+
+def _cut(shape: tuple[int, ...]) -> tuple[int, ...]:
+    for axis in range(len(shape) - 1, 0, -1):
+        if math.prod(shape) > _ELEMENTS:
+            shape = (*shape[:axis], 1, *shape[axis + 1 :])
+    return shape
