@@ -1,9 +1,10 @@
 """Checkers against networks whose true verdict is known: who finds the trouble, and who cries wolf.
 
-Run as ``python -m benchmarks.checkers [--small] [--out FILE] [--each]``. The networks are the torch cases of the tests,
-each proven there with plain torch. They fall into three groups: a gate whose gradient is dead, missing, nonfinite or
-exploding; a branch that is not closed; and healthy networks, with those among them whose gates only sleep for a step.
-An alarm on one of the first two is a hit, silence a miss; an alarm on one of the third is a false alarm.
+Run as ``python -m benchmarks.checkers [--small] [--out FILE] [--each]``. The networks are the torch cases of
+``benchmarks/cases``, each proven in the tests with plain torch. They fall into three groups: a gate whose gradient is
+dead, missing, nonfinite or exploding; a branch that is not closed; and healthy networks, with those among them whose
+gates only sleep for a step. An alarm on one of the first two is a hit, silence a miss; an alarm on one of the third is
+a false alarm.
 
 Other checkers see the network initialised by hand, ours the one it initialises itself. Whatever a checker prints as a
 warning or failure about gradients, losses or values counts as an alarm; its other advice does not. Cases about the
@@ -16,7 +17,6 @@ import argparse
 import contextlib
 import io
 import math
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,14 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.cases.base import Case, as_tuple, load
 from benchmarks.report import RESULTS, Row, origin, publish, table, version
 from lit_resinit import ResInitError, apply_, check_identity, make_plan, observe
 from lit_resinit.judge.waking import Waking
 from lit_resinit.plan.values import Scheme
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-
-from cases.base import Case, as_tuple, load
 
 Bundle = dict[str, Any]
 Checker = Callable[[Bundle], list[str]]

@@ -18,6 +18,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from lit_resinit.errors import ResInitError
+from lit_resinit.find.branches import Found, find
+from lit_resinit.find.sums import visible_sums
+from lit_resinit.graph.trace import trace
+from lit_resinit.graph.values import Graph, Node
 from lit_resinit.judge.observe import observe
 from lit_resinit.plan.apply import apply_
 from lit_resinit.plan.make import make_plan
@@ -25,6 +29,7 @@ from lit_resinit.plan.values import Scheme
 from lit_resinit.report.files import check_report, is_page, replace_file
 from lit_resinit.report.page import write_page
 from lit_resinit.watch.history import History
+from lit_resinit.words import in_columns
 
 GOOD, BAD, IMPOSSIBLE = 0, 1, 2  # exit codes: as it should be; a verdict against the model; could not be carried out
 
@@ -77,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--include", action="append", help="glob on branch names; may be repeated")
     inspect.add_argument("--exclude", action="append", help="glob on branch names; may be repeated")
     inspect.add_argument("--overwrite-trained", action="store_true", help="close branches of trained blocks too")
+    inspect.add_argument("--sums", action="store_true", help="every sum of the network, and why it is a branch or none")
     inspect.set_defaults(run=_inspect)
 
     report = commands.add_parser("report", help="page or picture of a run")
@@ -117,6 +123,8 @@ def _inspect(options: argparse.Namespace) -> int:
     torch.manual_seed(0)
     model = _model(options.model, options.arguments)
     inputs = tuple(torch.randint(10, shape) if whole else torch.randn(shape) for shape, whole in options.input)
+    if options.sums:
+        return _print_sums(trace(model, inputs), options.json)
     plan = make_plan(model, inputs, scheme=options.scheme, include=options.include, exclude=options.exclude)
     apply_(model, plan, overwrite_trained=options.overwrite_trained)
     model.train()
@@ -137,6 +145,29 @@ def _inspect(options: argparse.Namespace) -> int:
     else:
         print(plan, identity, gradients, sep="\n\n")
     return GOOD if good else BAD
+
+
+def _print_sums(graph: Graph, as_json: bool) -> int:
+    """Every sum of two values that see the batch, or that are residual, in the order of execution."""
+    found = find(graph)
+    sums = [n for n in visible_sums(graph) if n.index in found.streams or all(graph.nodes[i].data for i in n.inputs)]
+    if as_json:
+        print(_json({"sums": [_sum(graph, found, n) | {"skip": found.skip(n.index)} for n in sums]}))
+        return GOOD
+    table = [("line", "block", "shape", "is")]
+    for node in sums:
+        row, skip = _sum(graph, found, node), found.skip(node.index)
+        why = "; ".join(row["rules"]) or "no summand is computed from the other"
+        says = f"a branch, {skip} skip" if skip else f"no branch: {why}"
+        table.append((row["line"], row["block"] or "(root)", "x".join(map(str, row["shape"])), says))
+    print(f"{len(sums)} sums, {len(found.streams)} residual branches\n{in_columns(table)}")
+    return GOOD
+
+
+def _sum(graph: Graph, found: Found, node: Node) -> dict[str, Any]:
+    index = node.index
+    where = {"line": graph.source(index), "block": graph.owner(index), "shape": list(node.shape)}
+    return where | {"rules": list(found.refused.get(index, ()))}
 
 
 def _model(name: str, arguments: dict[str, Any]) -> nn.Module:

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from lit_resinit.errors import ResInitError
-from lit_resinit.find.branches import find_additions
+from lit_resinit.find.branches import find
+from lit_resinit.find.streams import Addition, Link
 from lit_resinit.graph.values import Call, Graph, ModuleOutput, Node
 from lit_resinit.plan.make import _Planner
 
@@ -28,7 +29,7 @@ FOLDER = Path(__file__).with_name("frozen")
 SCHEMES = ("auto", "observe", "insert", "last_layer")
 _SMALL = 600  # nodes up to which every scheme is tried; a larger network gets the first two, which takes half the time
 _ELEMENTS = 1000  # of a parameter; trailing axes of a larger one are cut to 1, for nothing but its values is asked
-_ADDITION = ("node", "skip", "branch", "stream", "projection", "scales", "block", "between", "root")
+_ADDITION = ("node", "skip", "branch", "stream", "projection", "scales", "block")
 _NAMESPACES = ("aten", "prims")  # what every build of torch has
 
 
@@ -46,16 +47,16 @@ class Frozen:
 
 def judge(graph: Graph, model: nn.Module) -> dict[str, Any]:
     """Every addition and the plan of every scheme, in plain types."""
-    answer = {"additions": [_addition(a) for a in find_additions(graph)]}
+    streams = find(graph).streams
+    answer = {"additions": [_addition(a, streams.link(a.node)) for a in streams]}
     schemes = SCHEMES if len(graph.nodes) <= _SMALL else SCHEMES[:2]
     answer |= {scheme: _plan(graph, model, scheme) for scheme in schemes}
     return json.loads(json.dumps(answer))
 
 
-def _addition(addition: Any) -> dict[str, Any]:
+def _addition(addition: Addition, link: Link) -> dict[str, Any]:
     plain = {name: getattr(addition, name) for name in _ADDITION}
-    previous = None if addition.previous is None else addition.previous.node
-    return plain | {"address": dataclasses.asdict(addition.address), "previous": previous}
+    return plain | {"address": dataclasses.asdict(addition.address)} | dataclasses.asdict(link)
 
 
 def _plan(graph: Graph, model: nn.Module, scheme: Any) -> dict[str, Any]:

@@ -1,11 +1,6 @@
 """The small form of every benchmark runs, and what it states holds there too."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import checkers, depth, depth_training, overhead, peers, slow_start
 

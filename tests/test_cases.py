@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases.base import Case, as_tuple, load
 from torch import nn
 
+from benchmarks.cases.base import Case, as_tuple, load
 from lit_resinit import ResInitError, apply_, check_identity, make_plan, observe
 from lit_resinit.judge.gradients import GradientReport
 from lit_resinit.judge.identity import BranchIdentity, IdentityReport

@@ -1,7 +1,8 @@
 """The answers that the cases state are right on this machine, shown without the package."""
 
 import pytest
-from cases.base import Case, load, run_truth
+
+from benchmarks.cases.base import Case, load, run_truth
 
 # slow: two processes or a compiler, whose plain-Lightning proof costs more than it protects from
 PROVEN = [item for item in load().values() if not item.slow]

@@ -44,6 +44,13 @@ def shut():
     nn.init.zeros_(model[0].scale)
     return model
 
+class Centred(nn.Module):
+    def forward(self, x):
+        return x + x.mean(-1, keepdim=True).expand_as(x)
+
+def mixed():
+    return nn.Sequential(Centred(), Block(), nn.Linear(8, 2))
+
 plain = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
 number = lambda: 3
 """
@@ -216,3 +223,23 @@ def test_a_resumed_run_keeps_the_verdicts_of_its_beginning(checkpoint: Path, tmp
     text = (tmp_path / "again.html").read_text()
     assert "each contributes exactly nothing" in text
     assert '["identity at the start","proven"]' in text
+
+
+def test_sums_are_listed_with_the_rule_that_says_branch_or_none(
+    models: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", f"{models}:mixed", "--input", "2,8", "--sums"]) == 0
+    first, header, *rows = capsys.readouterr().out.splitlines()
+    assert first == "2 sums, 1 residual branches"
+    assert header.split() == ["line", "block", "shape", "is"]
+    assert "some_models.py:" in rows[0]
+    assert "no branch: nothing learned" in rows[0]
+    assert "a branch, identity skip" in rows[1]
+
+
+def test_sums_as_json(models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", f"{models}:mixed", "--input", "2,8", "--sums", "--json"]) == 0
+    arithmetic, residual = as_json(capsys)["sums"]
+    assert (residual["block"], residual["skip"], residual["rules"]) == ("1", "identity", [])
+    assert (arithmetic["skip"], arithmetic["rules"]) == (None, ["nothing learned"])
+    assert arithmetic["shape"] == [2, 8]

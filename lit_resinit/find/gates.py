@@ -12,14 +12,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from lit_resinit.find.branches import Addition
+from lit_resinit.find.streams import Addition
 from lit_resinit.graph import ops
+from lit_resinit.graph.ops import Does
 from lit_resinit.graph.values import Graph, Node
 from lit_resinit.graph.where import clean_name
 
 GateKind = Literal["norm", "scale", "layer", "inserted"]
 
-_PASS = ops.MOVES | {"view", "part", "scale"}
 _TAIL_LIMIT = 10_000
 
 
@@ -162,7 +162,7 @@ class GateFinder:
             if not zero[node.index] and not self._stays_zero(node, zero):
                 continue
             zero[node.index] = True
-            factors = node.inputs[:2] if node.op in ops.PRODUCTS or node.op in ops.ATTENTION else ()
+            factors = node.inputs[:2] if ops.does(node.op, Does.MULTIPLIES | Does.ATTENDS) else ()
             if factors and all(zero[i] and self.nodes[i].data for i in factors):
                 return node.index
             fresh = [r for r in self.readers[node.index] if r <= end and r not in seen]
@@ -176,16 +176,16 @@ class GateFinder:
         return tail
 
     def _step(self, node: Node, addition: Addition, tail: Tail, biases: list[str]) -> int | None:
-        if (node.op in _PASS and node.number != 0) or (node.op == "shift" and node.number == 0):
+        if (ops.does(node.op, Does.MOVES) and node.number != 0) or (node.op == "shift" and node.number == 0):
             return node.inputs[0]
         if node.op == "add":
             return self._through_sum(node, addition, tail, biases)
-        if node.op in ops.MERGES:
-            values = ops.merged_values(node.op, node.inputs)
+        if ops.does(node.op, Does.MERGES):
+            values = ops.values_of(node.op, node.inputs)
             return self._fork([i for i in values if self.nodes[i].data], addition, tail, biases)
-        if node.op in ops.ATTENTION:
+        if ops.does(node.op, Does.ATTENDS):
             return node.inputs[2]
-        if node.op in ops.PRODUCTS or node.op == "embedding":
+        if ops.does(node.op, Does.MULTIPLIES | Does.APPLIES_WEIGHT):
             return self._through_product(node, addition, tail, biases)
         if node.op == "norm":
             self._stop(tail, node.index, "a norm without weights")
@@ -231,7 +231,7 @@ class GateFinder:
             if closing is not None:
                 tail.gates, tail.gated_at = [self._gate(node, moving[0], closing, biases)], node.index
                 return None
-            if node.op in ops.LAYERS:
+            if ops.does(node.op, Does.APPLIES_WEIGHT):
                 self._stop(tail, node.index, "its weight is computed in a way that cannot be zero")
                 return None
             return moving[0]
@@ -321,7 +321,7 @@ class GateFinder:
                 start, target = node.inputs[0], target - node.number
             elif node.op == "scale" and node.number:
                 start, target = node.inputs[0], target / node.number
-            elif node.op in ops.PRODUCTS and target == 0.0:
+            elif ops.does(node.op, Does.MULTIPLIES) and target == 0.0:
                 return self._closing_of_product(node)
             elif node.op.startswith("_weight_norm") and target == 0.0:
                 start = node.inputs[1]
@@ -380,7 +380,7 @@ class GateFinder:
             node = self.nodes[factor]
             if not node.inputs:
                 return False
-            if node.op in ops.REDUCTIONS:
+            if ops.does(node.op, Does.REDUCES):
                 return self._depends_on(node.inputs[0], base)
             factor = node.inputs[0]
         return False
@@ -423,7 +423,7 @@ class GateFinder:
 
     def _closed_factor(self, node: Node, zero: list[bool]) -> tuple[int, _Closing] | None:
         """(other operand, parameter) of a product whose learned factor is at its closing value."""
-        if node.op not in ops.PRODUCTS and node.op != "embedding":
+        if not ops.does(node.op, Does.MULTIPLIES | Does.APPLIES_WEIGHT):
             return None
         for factor, other in (node.inputs[:2], tuple(reversed(node.inputs[:2]))):
             known = self.nodes[factor]
@@ -448,14 +448,14 @@ class GateFinder:
     def _stays_zero(self, node: Node, zero: Sequence[bool] | Mapping[int, bool]) -> bool:
         if node.op == "parameter":
             return self.is_closed(node.name, 0.0, None)
-        if node.op in ("_softmax", "_log_softmax", "_safe_softmax"):
+        if ops.does(node.op, Does.SHARES):
             return False
-        if node.op in ops.ATTENTION:
+        if ops.does(node.op, Does.ATTENDS):
             return zero[node.inputs[2]]
         moving = [i for i in node.inputs if self.nodes[i].data or self.nodes[i].learned]
         if not moving:
             return False
-        if node.op in ops.PRODUCTS:
+        if ops.does(node.op, Does.MULTIPLIES):
             return any(zero[i] for i in node.inputs)
         if not all(zero[i] for i in moving):
             return False

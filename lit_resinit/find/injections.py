@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from lit_resinit.find.branches import Addition, Address, NetworkUses, addresses, visible_sums
+from lit_resinit.find.branches import addresses
 from lit_resinit.find.gates import GateFinder
+from lit_resinit.find.streams import Addition
+from lit_resinit.find.sums import NetworkUses, visible_sums
+from lit_resinit.find.views import copied
 from lit_resinit.graph.values import Graph, Node
+from lit_resinit.graph.where import Address
 
 
 def closed_injections(graph: Graph, known: list[Addition], finder: GateFinder) -> list[Addition]:
@@ -24,13 +28,11 @@ def _injection(node: Node, address: Address, finder: GateFinder) -> Addition | N
         return None
     for skip, branch in ((left, right), (right, left)):
         if finder.is_zero(branch) and not finder.is_zero(skip):
-            return Addition(node.index, skip, branch, skip, False, (), frozenset(), address.block, address, root=skip)
+            return Addition(node.index, skip, branch, skip, False, (), frozenset(), address.block, address)
     return None
 
 
 def _ends_in_zero_layer(addition: Addition, finder: GateFinder) -> bool:
     """Whether a layer of its own makes the branch zero; a part of its output is a shift beside scales."""
-    node = finder.nodes[addition.branch]
-    while node.op in ("view", "clone", "_to_copy", "unsqueeze", "expand"):
-        node = finder.nodes[node.inputs[0]]
-    return node.op != "part" and any(g.kind == "layer" for g in finder.closed_gates(addition))
+    end = finder.nodes[copied(finder.graph, addition.branch)]
+    return end.op != "part" and any(g.kind == "layer" for g in finder.closed_gates(addition))

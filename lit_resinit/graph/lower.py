@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lit_resinit.graph import ops
+from lit_resinit.graph.ops import Does
 from lit_resinit.graph.tensors import covers_memory, geometry
 from lit_resinit.graph.values import Call, Graph
 
@@ -45,7 +46,7 @@ class Spelling:
             return []
         method = getattr(self, f"_spell_{self._base}", None)
         first = method(shapes[0]) if method is not None else None
-        if first is None and self._base in ops.NORMS:
+        if first is None and ops.does(self._base, Does.NORMALISES):
             first = self._affine("norm", shapes[0])
         if first is None:
             return [self._generic(r, s) for r, s in zip(results, shapes, strict=True)]
@@ -63,7 +64,9 @@ class Spelling:
         base, inputs = self._base, self._call.inputs
         region = None
         shown = None
-        if base in ops.PARTIAL_VIEWS and inputs:
+        if base == "norm":
+            base = "linalg_vector_norm"  # the name is taken by what normalises
+        if ops.does(base, Does.CUTS) and inputs:
             shown = self._shown_operand(result)
             region = geometry(result) if shape != nodes[inputs[0]].shape else None
             base = "part" if region is not None else "view"
@@ -71,9 +74,9 @@ class Spelling:
             return inputs[0]
         elif self._call.func.is_view:
             base = "view"
-        noise = ops.is_random(self._call.func) and base not in ops.ATTENTION and "dropout" not in base
-        latent = base in ops.NORMAL_NOISE  # a network may be fed by noise
-        if base in ops.FACTORIES:
+        noise = ops.is_random(self._call.func) and not ops.does(base, Does.ATTENDS) and "dropout" not in base
+        latent = ops.does(base, Does.DRAWS)  # a network may be fed by noise
+        if ops.does(base, Does.CREATES):
             inputs = tuple(
                 i for i in inputs[1:] if not isinstance(self._arguments.get("self"), Tensor) or base == "fill"
             )
@@ -231,7 +234,7 @@ class Spelling:
         target, source = self._node("self"), self._node(name)
         if target is None or source is None or not self._graph.nodes[target].data:
             return None
-        placed = self._add("scatter", (source,), shape)
+        placed = self._add("placed", (source,), shape)
         return self._sum(target, self._scaled(placed, self._arguments.get("alpha", 1), shape), shape)
 
     def _spell_index_add(self, shape: tuple[int, ...]) -> int | None:

@@ -1,7 +1,13 @@
-"""The vocabulary of ATen operations: what an operation does to a stream, and what it does at zero."""
+"""What is known of operations: one table says what each does to a stream, whether it bends it, and when it is zero.
+
+An operation is named as in the graph (see :mod:`lit_resinit.graph.values`): a base name of ATen, or a part that the
+graph writes. What is not in the table is a function: no stream passes it, and it is called to see whether it is zero.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import functools
 from typing import Any
 
@@ -9,192 +15,159 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
-# Moves, copies, pools or drops values: zero stays zero, the slope does not vanish, and a stream stays a stream.
-MOVES = frozenset(
-    [
-        "alias",
-        "clone",
-        "contiguous",
-        "detach",
-        "lift",
-        "lift_fresh",
-        "lift_fresh_copy",
-        "_to_copy",
-        "to",
-        "copy",
-        "_unsafe_view",
-        "_reshape_alias",
-        "reshape",
-        "view",
-        "expand_copy",
-        "repeat",
-        "repeat_interleave",
-        "tile",
-        "roll",
-        "flip",
-        "rot90",
-        "permute_copy",
-        "t_copy",
-        "transpose_copy",
-        "constant_pad_nd",
-        "pad",
-        "reflection_pad1d",
-        "reflection_pad2d",
-        "reflection_pad3d",
-        "replication_pad1d",
-        "replication_pad2d",
-        "replication_pad3d",
-        "avg_pool1d",
-        "avg_pool2d",
-        "avg_pool3d",
-        "_adaptive_avg_pool2d",
-        "_adaptive_avg_pool3d",
-        "adaptive_avg_pool1d",
-        "max_pool2d_with_indices",
-        "max_pool3d_with_indices",
-        "adaptive_max_pool2d",
-        "adaptive_max_pool3d",
-        "max_pool1d",
-        "mkldnn_max_pool2d",
-        "fractional_max_pool2d",
-        "max",
-        "amax",
-        "mean",
-        "sum",
-        "upsample_nearest1d",
-        "upsample_nearest2d",
-        "upsample_nearest3d",
-        "_upsample_nearest_exact1d",
-        "_upsample_nearest_exact2d",
-        "upsample_linear1d",
-        "upsample_bilinear2d",
-        "upsample_bicubic2d",
-        "upsample_trilinear3d",
-        "_upsample_bilinear2d_aa",
-        "index",
-        "index_select",
-        "gather",
-        "take",
-        "take_along_dim",
-        "masked_select",
-        "pixel_shuffle",
-        "pixel_unshuffle",
-        "native_channel_shuffle",
-        "channel_shuffle",
-        "im2col",
-        "col2im",
-        "unfold",
-        "grid_sampler_2d",
-        "native_dropout",
-        "dropout",
-        "feature_dropout",
-        "_fused_dropout",
-    ]
-)
-PARTIAL_VIEWS = frozenset(
-    ["slice", "select", "split", "split_with_sizes", "unbind", "narrow", "chunk", "tensor_split", "diagonal"]
-)
-DOWNSAMPLES = frozenset(
-    ["avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool2d_with_indices", "max_pool3d_with_indices", "pixel_unshuffle"]
-)
-# Writes its source into a tensor; zero in, zero out as long as every source is zero.
-MERGES = frozenset(
-    [
-        "cat",
-        "stack",
-        "where",
-        "masked_fill",
-        "scatter",
-        "scatter_add",
-        "scatter_reduce",
-        "index_add",
-        "index_put",
-        "index_copy",
-        "masked_scatter",
-        "slice_scatter",
-        "select_scatter",
-        "slice_backward",
-        "copy_into",
-    ]
-)
-# Those of them that add or place values by index, which is linear: the aggregation of a graph network, say.
-PLACEMENTS = frozenset(
-    ["scatter", "scatter_add", "scatter_reduce", "index_add", "index_put", "index_copy", "slice_scatter", "copy_into"]
-)
-# Linear in a learned weight.
-LAYERS = frozenset(["mm", "conv", "embedding"])
-# Products of two tensors; the output is zero when one factor is, and the slope is the other factor.
-PRODUCTS = frozenset(["mul", "mm", "bmm", "conv", "dot", "mv", "matmul", "linear"])
-NORMS = frozenset(
-    [
-        "native_layer_norm",
-        "native_group_norm",
-        "native_batch_norm",
-        "_native_batch_norm_legit",
-        "_batch_norm_with_update",
-        "cudnn_batch_norm",
-        "miopen_batch_norm",
-        "_fused_rms_norm",
-        "rms_norm",
-        "mkldnn_batch_norm",
-        "batch_norm",
-        "layer_norm",
-        "group_norm",
-        "instance_norm",
-    ]
-)
-ATTENTION = frozenset(
-    [
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention",
-        "scaled_dot_product_attention",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
+
+class Does(enum.Flag):
+    """What an operation does with its inputs."""
+
+    COPIES = enum.auto()  # shows its first input as it is, in all its elements
+    MOVES = enum.auto()  # copies, moves, pools or drops elements of its first input: a stream is still the same stream
+    STRAIGHT = enum.auto()  # linear, or picks elements: nothing that a layer before and one after it could not do
+    MERGES = enum.auto()  # puts several values side by side, into one another, or picks among them
+    SELECTS = enum.auto()  # takes a parameter in as a value: no layer works on what passes
+    SHRINKS = enum.auto()  # lowers the resolution
+    MULTIPLIES = enum.auto()  # of two inputs; zero when one is, and the slope is the other
+    APPLIES_WEIGHT = enum.auto()  # linear in the weight of a layer
+    NORMALISES = enum.auto()
+    ATTENDS = enum.auto()
+    REDUCES = enum.auto()
+    CUTS = enum.auto()  # a view of a part
+    CREATES = enum.auto()  # values that do not depend on those of the tensor it is given
+    DRAWS = enum.auto()  # normal noise, which may feed a network
+    SHARES = enum.auto()  # weights that sum to one, never zero
+
+
+class Zero(enum.Enum):
+    """When a value is zero, given which of its inputs are."""
+
+    VALUES = "the inputs that carry its values are (see `values_of`)"
+    ALL = "all inputs that move or learn are"
+    ANY = "one input is"
+    NEVER = "never for that reason"
+    SHIFT = "its input is, and the number added is zero too"
+    ASK = "all inputs that move or learn are, and the function is zero at zero when called"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kind:
+    """One row of the table."""
+
+    does: Does
+    zero: Zero = Zero.ASK
+
+
+_NOTHING = Does(0)
+_FUNCTION = Kind(_NOTHING)
+_MOVES = Does.MOVES | Does.STRAIGHT
+_COPIES = _MOVES | Does.COPIES
+_PLACES = Does.MERGES | Does.STRAIGHT
+
+_TABLE: tuple[tuple[Kind, str], ...] = (
+    # parts that the graph writes
+    (Kind(_COPIES, Zero.VALUES), "view"),
+    (Kind(_MOVES, Zero.VALUES), "part"),
+    (Kind(_MOVES, Zero.VALUES), "scale"),
+    (Kind(Does.STRAIGHT, Zero.SHIFT), "shift"),
+    (Kind(Does.STRAIGHT | Does.SELECTS, Zero.ALL), "add"),
+    (Kind(Does.STRAIGHT, Zero.VALUES), "norm"),
+    (Kind(Does.STRAIGHT, Zero.NEVER), "statistic"),
+    (Kind(_NOTHING, Zero.NEVER), "reciprocal parameter buffer input constant"),
+    (Kind(Does.MULTIPLIES, Zero.ANY), "mul bmm dot mv matmul linear"),
+    (Kind(Does.MULTIPLIES | Does.APPLIES_WEIGHT | Does.STRAIGHT, Zero.ANY), "mm conv"),
+    (Kind(Does.APPLIES_WEIGHT, Zero.VALUES), "embedding"),
+    # copies: zero stays zero, the slope is one
+    (
+        Kind(_COPIES, Zero.VALUES),
+        "alias clone contiguous detach lift lift_fresh lift_fresh_copy _to_copy to copy _unsafe_view _reshape_alias "
+        "reshape expand_copy permute_copy t_copy transpose_copy",
+    ),
+    # moves, pools, drops: zero stays zero, the slope does not vanish
+    (
+        Kind(_MOVES, Zero.VALUES),
+        "repeat repeat_interleave tile roll flip rot90 constant_pad_nd pad reflection_pad1d reflection_pad2d "
+        "reflection_pad3d replication_pad1d replication_pad2d replication_pad3d _adaptive_avg_pool2d "
+        "_adaptive_avg_pool3d adaptive_avg_pool1d adaptive_max_pool2d adaptive_max_pool3d max_pool1d "
+        "mkldnn_max_pool2d fractional_max_pool2d max upsample_nearest1d upsample_nearest2d upsample_nearest3d "
+        "_upsample_nearest_exact1d _upsample_nearest_exact2d upsample_linear1d upsample_bilinear2d "
+        "upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa index index_select gather take "
+        "take_along_dim masked_select pixel_shuffle native_channel_shuffle channel_shuffle im2col col2im unfold "
+        "grid_sampler_2d native_dropout dropout feature_dropout _fused_dropout",
+    ),
+    (Kind(_MOVES | Does.REDUCES, Zero.VALUES), "mean sum amax"),
+    (
+        Kind(_MOVES | Does.SHRINKS, Zero.VALUES),
+        "avg_pool1d avg_pool2d avg_pool3d max_pool2d_with_indices max_pool3d_with_indices pixel_unshuffle",
+    ),
+    (Kind(Does.CUTS), "slice select split split_with_sizes unbind narrow chunk tensor_split diagonal"),
+    # several values in one
+    (Kind(_PLACES | Does.SELECTS, Zero.VALUES), "cat stack copy_into"),
+    (
+        Kind(_PLACES, Zero.VALUES),
+        "placed scatter scatter_add scatter_reduce index_add index_put index_copy slice_scatter",
+    ),
+    (Kind(Does.MERGES | Does.SELECTS, Zero.VALUES), "where"),
+    (Kind(Does.MERGES, Zero.VALUES), "masked_fill masked_scatter select_scatter slice_backward"),
+    (Kind(Does.SELECTS), "maximum minimum"),
+    # what ATen fuses, and what divides by a size
+    (
+        Kind(Does.NORMALISES),
+        "native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit _batch_norm_with_update "
+        "cudnn_batch_norm miopen_batch_norm _fused_rms_norm rms_norm mkldnn_batch_norm batch_norm layer_norm "
+        "group_norm instance_norm",
+    ),
+    (
+        Kind(Does.ATTENDS, Zero.VALUES),
+        "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention scaled_dot_product_attention "
+        "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
         "_scaled_dot_product_fused_attention_overrideable",
-    ]
+    ),
+    (Kind(Does.REDUCES), "var var_mean std std_mean linalg_vector_norm amin"),
+    (Kind(Does.REDUCES, Zero.NEVER), "logsumexp"),
+    (Kind(Does.SHARES, Zero.NEVER), "_softmax _log_softmax _safe_softmax"),
+    # made, not computed
+    (
+        Kind(Does.CREATES),
+        "empty_like zeros_like ones_like full_like rand_like randint_like new_empty new_zeros new_ones new_full "
+        "new_empty_strided zero fill uniform exponential geometric log_normal cauchy bernoulli random",
+    ),
+    (Kind(Does.CREATES | Does.DRAWS), "randn_like normal"),
+    (Kind(Does.DRAWS), "randn normal_functional"),
 )
-REDUCTIONS = frozenset(
-    ["mean", "sum", "var", "var_mean", "std", "std_mean", "norm", "linalg_vector_norm", "amax", "amin", "logsumexp"]
-)
-# Produce values that do not depend on the values of the tensor they are given.
-FACTORIES = frozenset(
-    [
-        "empty_like",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "rand_like",
-        "randn_like",
-        "randint_like",
-        "new_empty",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_empty_strided",
-        "zero",
-        "fill",
-        "uniform",
-        "normal",
-        "exponential",
-        "geometric",
-        "log_normal",
-        "cauchy",
-        "bernoulli",
-        "random",
-    ]
-)
-NORMAL_NOISE = frozenset(["randn", "normal", "randn_like", "normal_functional"])
+KINDS: dict[str, Kind] = {name: kind for kind, names in _TABLE for name in names.split()}
 
 
-def merged_values(op: str, inputs: tuple[int, ...]) -> tuple[int, ...]:
-    """Which inputs of a merging operation are values, not conditions, masks or indices."""
+def kind(op: str) -> Kind:
+    """The row of an operation; that of a function for one that is not in the table."""
+    return KINDS.get(op, _FUNCTION)
+
+
+def does(op: str, what: Does) -> bool:
+    """Whether an operation does (one of) these."""
+    known = KINDS.get(op)
+    return known is not None and bool(known.does & what)
+
+
+@functools.cache
+def named(what: Does) -> frozenset[str]:
+    """The operations that do (one of) these."""
+    return frozenset(name for name, known in KINDS.items() if known.does & what)
+
+
+def values_of(op: str, inputs: tuple[int, ...]) -> tuple[int, ...]:
+    """The inputs that carry an operation's values, not its conditions, masks, indices, queries or keys."""
     if op == "where":
         return inputs[1:]
-    if op == "masked_fill":
-        return inputs[:1]
     if op in ("cat", "stack", "copy_into", "slice_scatter", "select_scatter"):
         return inputs
-    return (inputs[0], inputs[-1])
+    known = kind(op).does
+    if known & Does.ATTENDS:
+        return inputs[2:3]
+    if known & Does.MERGES and op != "masked_fill":
+        return (inputs[0], inputs[-1])
+    return inputs[:1]
+
+
+NORMS, REDUCTIONS = named(Does.NORMALISES), named(Does.REDUCES)
+PRODUCTS, FACTORIES = named(Does.MULTIPLIES), named(Does.CREATES)
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 
@@ -17,6 +18,28 @@ _MACHINERY = (
     *(_TORCH_FOLDER + name for name in ("_dynamo", "_compile", "_ops.py", "utils/_python_dispatch")),
 )
 _COMPILED_PREFIX = "_orig_mod."
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Address:
+    """Where an operation runs, the same in every forward: module, line, operation, and its count there."""
+
+    block: str
+    line: str
+    op: str
+    count: int
+
+
+class AddressBook:
+    """Gives every operation of one forward its address, in the order of execution."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, str, str], int] = {}
+
+    def next(self, block: str, line: str, op: str) -> Address:
+        """The address of the operation that runs now."""
+        count = self._counts[block, line, op] = self._counts.get((block, line, op), -1) + 1
+        return Address(block, line, op, count)
 
 
 def module_names(model: nn.Module) -> dict[int, str]:
@@ -37,6 +60,18 @@ def aliases(model: nn.Module, names: dict[int, str]) -> dict[str, list[str]]:
 def clean_name(name: str) -> str:
     """A dotted name as the state dict of the uncompiled model has it."""
     return (name + ".").replace(_COMPILED_PREFIX, "")[:-1] if "_orig_mod" in name else name
+
+
+def child_of(owner: str, block: str) -> str:
+    """First name below ``block`` on the way to ``owner``; empty for the block itself and for a module outside it."""
+    if block and not owner.startswith(block + "."):
+        return ""
+    return owner[len(block) + 1 if block else 0 :].split(".")[0]
+
+
+def is_below(owner: str, block: str) -> bool:
+    """Whether a module is the block or lies in it."""
+    return not block or owner == block or owner.startswith(block + ".")
 
 
 def locate(names: dict[int, str], depth: int) -> tuple[str, str]:

@@ -13,14 +13,13 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_iter
 
 from lit_resinit.errors import IdentityError
-from lit_resinit.find.branches import Address
 from lit_resinit.find.gates import Gate, holds
 from lit_resinit.graph import ops
 from lit_resinit.graph.keep import keep_rng, keep_state, no_collection
 from lit_resinit.graph.record import Recorder
 from lit_resinit.graph.tensors import as_wide, local, mean_and_variance, measuring, peak_of, to_host, whole
 from lit_resinit.graph.values import Call
-from lit_resinit.graph.where import clean_name
+from lit_resinit.graph.where import Address, clean_name
 from lit_resinit.plan.make import as_arguments
 from lit_resinit.plan.values import CONSTANT_SCHEMES, Branch, ResidualPlan
 from lit_resinit.words import together, without_numbers

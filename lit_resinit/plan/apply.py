@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lit_resinit.errors import FoldError, ResInitError, TrainedWeightsError
 from lit_resinit.find.gates import Gate, inserted_name
-from lit_resinit.graph.where import clean_name
+from lit_resinit.graph.where import clean_name, is_below
 from lit_resinit.plan.hooks import (
     ConstantHook,
     GateHook,
@@ -21,7 +21,6 @@ from lit_resinit.plan.hooks import (
     insert_gate,
     mark_applied,
 )
-from lit_resinit.plan.names import is_below
 from lit_resinit.plan.values import Branch, ResidualPlan
 from lit_resinit.words import without_numbers
 

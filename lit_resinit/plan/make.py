@@ -10,15 +10,18 @@ from typing import Any, get_args
 from torch import nn
 
 from lit_resinit.errors import GateError, NoBranchError
-from lit_resinit.find.branches import Addition, find_additions, is_weight
+from lit_resinit.find.branches import find_additions
 from lit_resinit.find.gates import Gate, GateFinder, Tail, inserted_name
 from lit_resinit.find.injections import closed_injections
+from lit_resinit.find.streams import Addition, Link, Streams
+from lit_resinit.find.views import is_weight
 from lit_resinit.graph import ops
 from lit_resinit.graph.keep import no_collection
+from lit_resinit.graph.ops import Does
 from lit_resinit.graph.trace import Run, call_model, trace
 from lit_resinit.graph.values import Graph
-from lit_resinit.graph.where import clean_name
-from lit_resinit.plan.names import branch_names, is_below
+from lit_resinit.graph.where import clean_name, is_below
+from lit_resinit.plan.names import branch_names
 from lit_resinit.plan.values import Action, Branch, ResidualPlan, Scheme
 
 
@@ -130,6 +133,7 @@ class _Planner:
         found = find_additions(graph)
         self.finder = GateFinder(graph, found, model)
         injections = closed_injections(graph, found, self.finder)
+        self.streams = Streams(graph, found)
         self.additions = sorted([*found, *injections], key=lambda a: a.node)
         self.called: dict[str, list[tuple[int, ...]]] = {}
         for output in graph.outputs:
@@ -219,7 +223,8 @@ class _Planner:
         norms: dict[int | str, list[str]],
     ) -> Branch:
         call = self.graph.calls[self.graph.nodes[addition.node].call]
-        nearby: list[int | str] = [addition.block, *sorted(addition.interior), *addition.between]
+        link = self.streams.link(addition.node) if addition.node in self.streams else Link(addition.skip, None, ())
+        nearby: list[int | str] = [addition.block, *sorted(addition.interior), *link.between]
         stopped = next((t for t in tail.leaves() if not t.gates), None) if not gates else None
         return Branch(
             name=self.names[addition.node],
@@ -231,8 +236,8 @@ class _Planner:
             address=addition.address,
             skip_input=self._input_position(addition.skip, call.inputs) or 0,
             branch_input=self._input_position(addition.branch, call.inputs),
-            previous=self.names.get(addition.previous.node) if addition.previous else None,
-            between=self._labels(addition.between),
+            previous=None if link.previous is None else self.names.get(link.previous),
+            between=self._labels(link.between),
             factor=self._factor_names(addition),
             norms=tuple(dict.fromkeys(name for place in nearby for name in norms.get(place, ()))),
             length=length,
@@ -354,9 +359,13 @@ class _Planner:
         first: dict[int, int] = {}
         count: dict[int, int] = {}
         for a in self.additions:
-            first[a.node] = first.get(a.previous.node, a.node) if a.previous else a.node
+            previous = self._previous(a)
+            first[a.node] = a.node if previous is None else first.get(previous, a.node)
             count[first[a.node]] = count.get(first[a.node], 0) + 1
         return {node: count[start] for node, start in first.items()}
+
+    def _previous(self, addition: Addition) -> int | None:
+        return self.streams.link(addition.node).previous if addition.node in self.streams else None
 
     def _labels(self, nodes: Iterable[int]) -> tuple[str, ...]:
         labels = []
@@ -370,7 +379,7 @@ class _Planner:
         return name in self.modules and next(self.modules[name].children(), None) is None and bool(name)
 
     def _after_last(self) -> dict[str, tuple[str, ...]]:
-        followed = {a.previous.node for a in self.additions if a.previous}
+        followed = {self._previous(a) for a in self.additions}
         result = {}
         for addition in self.additions:
             if addition.node not in followed:
@@ -427,7 +436,7 @@ class _Planner:
     def _zero_layers(self, gates: set[str]) -> tuple[str, ...]:
         found: dict[str, None] = {}
         for node in self.graph.nodes:
-            if node.op in ops.LAYERS:
+            if ops.does(node.op, Does.APPLIES_WEIGHT):
                 for source in node.inputs:
                     leaf = self.graph.nodes[source]
                     if leaf.learned and not leaf.data:

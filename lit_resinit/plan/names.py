@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from lit_resinit.find.branches import Addition, child_of
+from lit_resinit.find.streams import Addition
 from lit_resinit.graph import ops
+from lit_resinit.graph.ops import Does
 from lit_resinit.graph.values import Graph
+from lit_resinit.graph.where import child_of, is_below
 
 
 def branch_names(graph: Graph, additions: Sequence[Addition], ends: dict[int, list[int]]) -> dict[int, str]:
@@ -63,7 +65,7 @@ class _Naming:
         owners = []
         for index in sorted(addition.interior or self.ends[addition.node]):
             node, owner = self.graph.nodes[index], self.graph.owner(index)
-            learned = node.op in ops.LAYERS and any(self.graph.nodes[i].learned for i in node.inputs)
+            learned = ops.does(node.op, Does.APPLIES_WEIGHT) and any(self.graph.nodes[i].learned for i in node.inputs)
             if learned and is_below(owner, addition.block):
                 owners.append(self._called_child(owner, addition.block))
         return list(dict.fromkeys(owners))
@@ -77,8 +79,3 @@ class _Naming:
         while full != owner and full not in self.calls:
             full += "." + child_of(owner, full)
         return full
-
-
-def is_below(owner: str, block: str) -> bool:
-    """Whether a module is the block or lies in it."""
-    return not block or owner == block or owner.startswith(block + ".")

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from lit_resinit.find.branches import Address
 from lit_resinit.find.gates import Gate
+from lit_resinit.graph.where import Address
 from lit_resinit.words import in_columns, in_common, together, without_numbers
 
 Scheme = Literal["auto", "zero", "insert", "last_layer", "sqrt_depth", "downscale", "observe"]

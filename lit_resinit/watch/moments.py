@@ -12,11 +12,10 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from lit_resinit.find.branches import Address
 from lit_resinit.find.gates import Gate
 from lit_resinit.graph import ops
 from lit_resinit.graph.tensors import is_not_forward, local, mean_and_variance, measuring, whole
-from lit_resinit.graph.where import clean_name, locate, module_names
+from lit_resinit.graph.where import Address, clean_name, locate, module_names
 from lit_resinit.plan.values import ResidualPlan
 
 

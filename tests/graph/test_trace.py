@@ -7,7 +7,7 @@ import networks
 import numpy
 import pytest
 import torch
-from networks import WIDTH, ConvBlock, Plain, stack
+from networks import WIDTH, ConvBlock, Plain, PreNorm, stack
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
@@ -418,3 +418,19 @@ def test_code_that_remembers_the_original_is_traced_there(build: Callable[[], nn
     assert len(plan) == 1 + count
     assert all(torch.equal(before[n], v) for n, v in model.state_dict().items())
     assert getattr(model[1], "runs", 0) == runs
+
+
+@pytest.mark.parametrize("draw", [lambda: __import__("random").random(), lambda: torch.rand(()).item()])
+def test_layers_that_are_skipped_at_random_are_all_planned(draw: Callable[[], float]) -> None:
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([PreNorm() for _ in range(3)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                if draw() > 0.3:
+                    x = block(x)
+            return x
+
+    assert len(make_plan(Dropped(), torch.randn(4, WIDTH))) == 3

@@ -10,10 +10,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from cases.base import Case, as_tuple, load
-from cases.lightning_base import FirstIdentity, RawProbe
 from torch import Tensor
 
+from benchmarks.cases.base import Case, as_tuple, load
+from benchmarks.cases.lightning_base import FirstIdentity, RawProbe
 from lit_resinit import GateOptimizerError, ResidualInit, ResInitError
 
 CASES = {name: item for name, item in load().items() if item.lightning}

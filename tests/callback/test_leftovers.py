@@ -13,7 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from networks import WIDTH, Classifier, Plain, Scaled, data, stack, trainer
+from networks import WIDTH, Classifier, Plain, PreNorm, Scaled, data, stack, trainer
 from torch import Tensor, nn
 
 from lit_resinit import ResidualInit, TraceError
@@ -202,3 +202,53 @@ def test_three_hundred_fits_do_not_grow(tmp_path: Path) -> None:
         fit()
     assert objects() - before <= 2
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 30_000  # KiB
+
+
+def test_a_failed_setup_gives_the_loader_back(tmp_path: Path) -> None:
+    class Failing(Classifier):
+        def train_dataloader(self):
+            return data(WIDTH)
+
+        def training_step(self, batch, batch_idx):
+            raise KeyError("mine")
+
+    module = Failing(stack(PreNorm))
+    with pytest.raises(Exception, match="mine"):
+        trainer(tmp_path, ResidualInit()).fit(module)
+    assert "train_dataloader" not in vars(module)
+
+
+DEEP = """
+from networks import WIDTH, Classifier, Plain, Scaled, data, stack, trainer
+from lit_resinit import GradientError, ResidualInit
+
+
+class Dead(Scaled):
+    def forward(self, x):
+        return x + (self.scale * self.f(x)).relu()
+
+
+fit = trainer("{root}", ResidualInit(), max_steps=4, max_epochs=-1)
+fit.fit(Classifier(stack(Plain, 700)), data(WIDTH))
+print("trained", fit.global_step)
+try:
+    trainer("{root}", ResidualInit("observe")).fit(Classifier(stack(lambda: Dead(value=0.0), 700)), data(WIDTH))
+except GradientError:
+    print("raised")
+"""
+
+
+def test_the_graph_of_a_deep_network_goes_piece_by_piece(tmp_path: Path) -> None:
+    import resource
+
+    def small_stack() -> None:
+        resource.setrlimit(resource.RLIMIT_STACK, (512 * 1024, 512 * 1024))
+
+    script = [sys.executable, "-c", DEEP.format(root=tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run(
+        script, env=environment, preexec_fn=small_stack, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "trained 4" in done.stdout
+    assert "raised" in done.stdout

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from networks import WIDTH, Classifier, Plain, Scaled, data, stack, trainer
+from networks import WIDTH, Classifier, Plain, PreNorm, Scaled, data, stack, trainer
 from torch import Tensor, nn
 
 from lit_resinit import ResidualInit, apply_, make_plan
@@ -140,3 +140,13 @@ def test_existing_scales_after_load_from_checkpoint_are_not_closed_again(tmp_pat
     assert same(values(module), values(loaded))
     trainer(tmp_path, ResidualInit(scheme="observe", identity="ignore"), start).fit(loaded, data(WIDTH))
     assert same(values(module), start.values)
+
+
+def test_a_second_fit_proves_no_identity_any_more(tmp_path: Path) -> None:
+    callback, module = ResidualInit(), Classifier(stack(PreNorm))
+    trainer(tmp_path, callback).fit(module, data(WIDTH))
+    assert callback.identity_report.ok
+    again = ResidualInit()
+    trainer(tmp_path, again).fit(module, data(WIDTH))
+    assert again.identity_report is None
+    assert again.gradient_report.ok

@@ -6,7 +6,18 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from networks import WIDTH, ConvBlock, NormLast, Plain, PreActivation, PreNorm, Scaled, encoder, mlp, stack
+from networks import (
+    WIDTH,
+    ConvBlock,
+    NormLast,
+    Plain,
+    PreActivation,
+    PreNorm,
+    Scaled,
+    encoder,
+    mlp,
+    stack,
+)
 from torch import Tensor, nn
 
 from lit_resinit import (
@@ -42,6 +53,7 @@ def opened(model: nn.Module, plan: ResidualPlan) -> nn.Module:
 
 
 # -------------------------------------------------------------------- applying
+
 
 CLOSING = [
     (lambda: stack(Plain), "insert"),
@@ -180,6 +192,7 @@ def test_inserted_gate_compiles_without_a_graph_break() -> None:
 
 
 # -------------------------------------------------------------------- folding
+
 
 FOLDED: list[tuple[Callable[[], nn.Module], Tensor]] = [
     (lambda: stack(Plain), X),
@@ -348,3 +361,32 @@ def test_scalar_gate_starts_closed_and_keeps_the_dtype() -> None:
     assert torch.equal(gate(branch), branch)
     gate.reset_parameters()
     assert float(gate.gate.detach()) == 0.0
+
+
+def test_two_outputs_of_one_module_get_a_gate_each_and_fold() -> None:
+    class Joint(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Linear(2 * WIDTH, WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+        def forward(self, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            both = torch.cat([u, v], -1)
+            return self.left(both), self.right(both)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.joint, self.head = Joint(), nn.Linear(2 * WIDTH, 2)
+
+        def forward(self, u: Tensor, v: Tensor) -> Tensor:
+            a, b = self.joint(u, v)
+            return self.head(torch.cat([u + a, v + b], -1))
+
+    model, inputs = Net(), (torch.randn(4, WIDTH), torch.randn(4, WIDTH))
+    plan = make_plan(model, inputs, scheme="insert")
+    names = {g.parameter for g in plan.gates}
+    assert len(names) == 2
+    assert check_identity(apply_(model, plan), plan, inputs).ok
+    before = model(*inputs)
+    assert set(fold_(model)) == names
+    assert torch.allclose(model(*inputs), before)

@@ -445,3 +445,38 @@ def test_sum_of_heads_is_no_stream() -> None:
     assert [b.name for b in make_plan(Exits(Plain), torch.randn(4, WIDTH)).branches] == [
         f"layers.{i}" for i in range(3)
     ]
+
+
+def test_two_streams_that_read_each_other_inside_a_parent_are_named_and_closed() -> None:
+    class Cross(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f = nn.Sequential(nn.Linear(2 * WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+        def forward(self, u: Tensor, v: Tensor) -> Tensor:
+            return u + self.f(torch.cat([u, v], -1))
+
+    class Streams(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.ModuleList([Cross(), Cross()])
+            self.b = nn.ModuleList([Cross(), Cross()])
+            self.head = nn.Linear(2 * WIDTH, 2)
+
+        def forward(self, u: Tensor, v: Tensor) -> Tensor:
+            for p, q in zip(self.a, self.b, strict=True):
+                u, v = p(u, v), q(v, u)
+            return self.head(torch.cat([u, v], -1))
+
+    class Parent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Streams()
+
+        def forward(self, u: Tensor, v: Tensor) -> Tensor:
+            return self.net(u, v)
+
+    model, inputs = Parent(), (torch.randn(4, WIDTH), torch.randn(4, WIDTH))
+    plan = make_plan(model, inputs)
+    assert sorted(b.name for b in plan.branches) == ["net.a.0", "net.a.1", "net.b.0", "net.b.1"]
+    assert check_identity(apply_(model, plan), plan, inputs).ok

@@ -7,6 +7,7 @@ import pytest
 import torch
 from networks import WIDTH, Plain, Scaled, encoder, mlp, stack
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 from torch.utils.checkpoint import checkpoint
 
 from lit_resinit import GradientError, GradientReport, apply_, check_gradients, make_plan, observe
@@ -137,6 +138,7 @@ def test_branch_that_the_batch_skips_is_asleep() -> None:
 
 
 # -------------------------------------------------------------------- dead and missing
+
 
 DEAD: dict[str, Callable[[Scaled, Tensor], Tensor]] = {
     "relu": lambda block, x: torch.relu(block.scale * block.f(x)),
@@ -836,6 +838,7 @@ def test_reports_are_not_there_before_the_end() -> None:
 
 # -------------------------------------------------------------------- depth
 
+
 LONG_CHAIN = """
 import threading, torch
 from torch import nn
@@ -871,3 +874,31 @@ def test_a_long_chain_of_operations_is_let_go_without_recursion() -> None:
     """In a process with a small stack: what recurses over depth would end it."""
     done = subprocess.run([sys.executable, "-c", LONG_CHAIN], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.split()) == (0, ["True"]), done.stderr
+
+
+def test_a_healthy_gate_beside_a_quiet_one_does_not_explode() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Scaled(value=0.0), Scaled(value=0.0), nn.Linear(WIDTH, 2))
+    with torch.no_grad():
+        for parameter in model[1].f.parameters():
+            parameter.mul_(1e-8)
+    plan = make_plan(model, X, scheme="observe")
+    with observe(model, plan, X) as seen:
+        model(X).square().mean().backward()
+    assert {g.status for g in seen.gradients.gates.values()} == {"alive"}
+
+
+def test_two_exploding_gates_are_named_without_a_healthy_one_beside_them() -> None:
+    class Normalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f, self.g = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + normalize(self.g * self.f(x), dim=-1)
+
+    model, x = nn.Sequential(Normalised(), Normalised()), torch.randn(8, WIDTH)
+    plan = make_plan(model, x, scheme="observe")
+    with observe(model, plan, x) as seen:
+        model(x).square().mean().backward()
+    assert {g.status for g in seen.gradients.gates.values()} == {"exploding"}

@@ -22,10 +22,9 @@ from networks import (
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lit_resinit import apply_, check_identity, observe
+from lit_resinit import apply_, check_identity, make_plan, observe
 from lit_resinit.find.branches import find_additions
 from lit_resinit.graph.trace import trace
-from lit_resinit.plan.make import make_plan
 from lit_resinit.plan.values import ResidualPlan
 
 VECTOR, TOKENS, IMAGE = (4, WIDTH), (2, 5, WIDTH), (2, 4, 8, 8)
@@ -583,3 +582,38 @@ def test_ten_times_the_depth_costs_ten_times_the_nodes() -> None:
     )
     assert len(large.nodes) == pytest.approx(10 * len(small.nodes), rel=0.1)
     assert len(find_additions(large)) == 100
+
+
+X = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+class Modulated(nn.Module):
+    """``x + gate * f(norm(x) * (1 + scale) + shift)``, all three from one zero layer, in two dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.f = nn.LayerNorm(WIDTH, elementwise_affine=False), mlp()
+        self.modulation = nn.Linear(WIDTH, 3 * WIDTH)
+        nn.init.zeros_(self.modulation.weight)
+        nn.init.zeros_(self.modulation.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift, scale, gate = self.modulation(functional.silu(x)).chunk(3, dim=-1)
+        return x + gate * self.f(self.norm(x) * (1 + scale) + shift)
+
+
+def test_a_zero_shift_is_no_branch() -> None:
+    plan = make_plan(nn.Sequential(Modulated(), Modulated()), X, scheme="observe")
+    assert [b.name for b in plan.branches] == ["0", "1"]
+
+
+def test_one_layer_of_a_pooled_stream_is_a_branch() -> None:
+    class Context(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.layer(x.mean(0))
+
+    assert len(make_plan(nn.Sequential(Context(), Context()), X)) == 2

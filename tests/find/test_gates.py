@@ -8,7 +8,7 @@ from networks import WIDTH, NormLast, Plain, PreNorm, RootMeanSquare, Scaled, ml
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from lit_resinit import Gate, apply_, check_identity, make_plan
+from lit_resinit import Gate, apply_, check_identity, make_plan, observe
 from lit_resinit.errors import GateError
 from lit_resinit.find.gates import holds
 
@@ -369,3 +369,46 @@ def test_softmax_of_zeros_is_not_zero() -> None:
     plan = make_plan(model, X)
     assert [b.action for b in plan.branches] == ["insert"]
     assert plan.zero_layers == ("0.f.score.weight",)
+
+
+def test_a_summand_that_arrives_closed_keeps_its_gate() -> None:
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2), nn.Linear(2, WIDTH, bias=False)
+            nn.init.zeros_(self.b.weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.w(x) + self.b(self.a(x))
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), Adapted())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.f(x)
+
+    model, x = nn.Sequential(Outer(), nn.Linear(WIDTH, 2)), torch.randn(8, WIDTH)
+    plan = make_plan(model, x)
+    apply_(model, plan)
+    with observe(model, plan, x) as seen:
+        model(x).square().mean().backward()
+    assert seen.identity.ok
+    assert seen.gradients.ok, str(seen.gradients)
+
+
+def test_the_operand_of_a_merge_that_is_an_index_is_no_factor() -> None:
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.expert = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            chosen = (x[:, 0] > -100.0).nonzero().squeeze(-1)
+            out = torch.zeros_like(x).index_add(0, chosen, self.expert(x[chosen]))
+            return x + out
+
+    model, x = nn.Sequential(Routed(), Routed()), torch.randn(5, WIDTH)
+    plan = make_plan(model, x)
+    assert check_identity(apply_(model, plan), plan, x).ok
