@@ -1,4 +1,4 @@
-"""One network for each rule of the finder that no other network decides; each says how many residual additions it has."""
+"""One network for each rule of the finder that no other decides; each says how many residual additions it has."""
 
 from __future__ import annotations
 
