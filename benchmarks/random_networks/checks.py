@@ -86,7 +86,7 @@ def _check(spec: Spec, folder: Path, properties: bool) -> None:
         return
     identity = _built(load(Writer(spec, closed=True).text(), folder))
     identity.load_state_dict(model.state_dict())
-    varied = [_varies(model, position, args) for position in range(len(_outputs(model, args)))]
+    varied = _varying(model, args)
     apply_(model, plan)
     report = check_identity(model, plan, args)
     _expect("identity check", report.ok or scales_its_stream(spec), str(report))
@@ -97,8 +97,8 @@ def _check(spec: Spec, folder: Path, properties: bool) -> None:
             f"output {position} of the closed network is not what the skips alone make of the input; the largest "
             f"difference is {(found - wanted).abs().max():g}",
         )
-        lost = varied[position] and not _varies(model, position, args)
-        _expect("constant output", not lost, f"output {position} does not depend on the input any more")
+    lost = [i for i, (before, now) in enumerate(zip(varied, _varying(model, args), strict=True)) if before and not now]
+    _expect("constant output", not lost, f"outputs {lost} do not depend on the input any more")
     _expect_gates(model, plan, args)
 
 
@@ -143,17 +143,20 @@ def _plan(model: nn.Module, args: tuple[Any, ...], count: int) -> ResidualPlan |
 
 
 def _outputs(model: nn.Module, args: tuple[Any, ...]) -> list[Tensor]:
+    """The tensors of one training-mode forward, whose running statistics are put back."""
     torch.manual_seed(2)
-    state = copy.deepcopy(model.state_dict())
+    before = [b.clone() for b in model.buffers()]
     with torch.no_grad():
         found = list(tensors_of(model(*args)))
-    model.load_state_dict(state)
+        for buffer, value in zip(model.buffers(), before, strict=True):
+            buffer.copy_(value)
     return found
 
 
-def _varies(model: nn.Module, position: int, args: tuple[Any, ...]) -> bool:
+def _varying(model: nn.Module, args: tuple[Any, ...]) -> list[bool]:
+    """Which outputs change with the input."""
     other = (args[0] + torch.linspace(-1, 1, args[0].numel()).view(args[0].shape), *args[1:])
-    return not torch.equal(_outputs(model, args)[position], _outputs(model, other)[position])
+    return [not torch.equal(a, b) for a, b in zip(_outputs(model, args), _outputs(model, other), strict=True)]
 
 
 def _expect_gates(model: nn.Module, plan: ResidualPlan, args: tuple[Any, ...]) -> None:

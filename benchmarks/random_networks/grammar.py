@@ -51,7 +51,9 @@ _DEPTH = 2  # of stacks in branches
 ITEMS = ("block", "layer", "loop", "halves", "two streams")
 
 # What the package does not get right yet: (name of the choice, value); drawn only with ``everything``.
-OPEN: frozenset[tuple[str, Any]] = frozenset()
+OPEN: frozenset[tuple[str, Any]] = frozenset(
+    [("item", "halves"), ("head", "pooled"), ("body", "nested"), ("result", "object"), ("value", 0.7)]
+)
 
 
 class Grammar:
@@ -104,7 +106,7 @@ class Grammar:
             "wrapping": wrapping,
             "skip": skip,
             **{name: self._choose(name) for name in ("end", "first", "after", "value", "no-op", "skip no-op")},
-            "factor": self._choose("factor") if skip == "identity" else "none",
+            "factor": self._factor(skip, depth),
             "sum": self._choose("sum", *(() if skip == "identity" else ("blend", "addcmul"))),
         }
         if block["body"] == "nested":
@@ -112,6 +114,10 @@ class Grammar:
         if block["sum"] in ("addcmul", "blend"):  # which bring a learned factor of their own
             block["end"], block["factor"] = "layer", "none"
         return block
+
+    def _factor(self, skip: str, depth: int) -> str:
+        """A learned factor on the skip inside another branch is that branch's arithmetic, by the finder's own rule."""
+        return self._choose("factor", *(() if depth == _DEPTH else ("learned",))) if skip == "identity" else "none"
 
     def _too_plain(self, skip: str) -> tuple[str, ...]:
         """Two parallel linear paths could be one kernel: beside a projection there has to be a function."""

@@ -181,8 +181,9 @@ class Writer:
     def _block(self, item: Spec, name: str, value: str) -> _Code:
         wrapping = item["wrapping"]
         if wrapping in ("inline", "function"):
-            code = self._branch(item, name, value, "h")
-            code += self._addition(item, name, value, "h")
+            h = "h" if value == "x" else f"{value}h"
+            code = self._branch(item, name, value, h)
+            code += self._addition(item, name, value, h)
             return code
         inner, methods = _Code(), ""
         if wrapping == "block":
@@ -294,7 +295,7 @@ class Writer:
             code.init.append(f"self.{name}_skip = nn.Conv2d(8, 8, 1)")
             skip = f"self.{name}_skip(functional.avg_pool2d({value}, 2, ceil_mode=True))"
         if item["skip no-op"] != "none":
-            code.forward.append(f"r = {_NO_OPS[item['skip no-op']].format(skip if skip == value else f'({skip})')}")
+            code.forward += [f"r = {skip}", f"r = {_NO_OPS[item['skip no-op']].format('r')}"]
             skip = "r"
         if item["factor"] == "number":
             skip = f"0.9 * {skip}"
@@ -312,8 +313,7 @@ class Writer:
         code = _Code()
         spelling = item["sum"]
         if spelling in ("addcmul", "blend"):
-            start = "1.0" if spelling == "addcmul" else "0.5"
-            code.init.append(f"self.{name}_gate = nn.Parameter(torch.full((1,), {start}))")
+            code.init.append(f"self.{name}_gate = nn.Parameter(torch.full((1,), {item['value']}))")
         if self.closed:
             code.forward.append(f"{value} = {skip}")
             return code
