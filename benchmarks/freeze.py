@@ -1,9 +1,9 @@
 """Freeze what the package says about some 600 networks, so that a rewrite of the finder cannot lose a verdict.
 
-Run as ``python -m benchmarks.freeze [--only KIND ...]`` to trace the networks anew (needs the model libraries of the
-extra ``zoo``), ``--diff`` to show what changed since the answers were frozen, ``--accept`` to freeze the answers of
-today. The last two read the stored graphs and need no model library. Kinds: the networks of the tests, the zoo,
-torchvision, timm, transformers, and random stacks.
+Run as ``python -m benchmarks.freeze [--only KIND ...]`` to trace the networks anew (needs the libraries of the extra
+``zoo``), ``--diff`` to show what changed since the answers were frozen, ``--accept`` to freeze those of today. The
+last two read the stored graphs and need no model library. Kinds: the networks of the tests, the zoo, torchvision, timm,
+transformers, and random stacks.
 """
 
 from __future__ import annotations
@@ -378,7 +378,7 @@ def freeze(kind: str) -> None:
 
 
 def changes(accept: bool) -> int:
-    """Print what differs from the frozen answers, and with ``accept`` freeze those of today; how many differ."""
+    """Print what differs from the frozen answers, with ``accept`` freeze those of today; returns how many differ."""
     changed = 0
     for part in frozen_graphs.parts():
         frozen, expected = frozen_graphs.read_part(part)

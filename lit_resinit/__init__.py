@@ -17,12 +17,20 @@ from lit_resinit.errors import (
     TrainedWeightsError,
 )
 from lit_resinit.find.gates import Gate
+from lit_resinit.graph.where import Address as Address  # not public: pickles of models and plans name it here
 from lit_resinit.judge.gradients import GradientReport, check_gradients
 from lit_resinit.judge.identity import IdentityReport, check_identity
 from lit_resinit.judge.observe import observe
-from lit_resinit.plan.apply import ScalarGate, apply_, fold_, param_groups
+from lit_resinit.plan.apply import ScalarGate, apply_
+from lit_resinit.plan.fold import fold_
+from lit_resinit.plan.groups import param_groups
+from lit_resinit.plan.hooks import ConstantHook as ConstantHook  # so here, and those below that are not in `__all__`
+from lit_resinit.plan.hooks import GateHook as GateHook
 from lit_resinit.plan.make import make_plan
+from lit_resinit.plan.mark import Applied as Applied
+from lit_resinit.plan.mark import LoadHook as LoadHook
 from lit_resinit.plan.values import Branch, ResidualPlan
+from lit_resinit.plan.values import Stream as Stream
 from lit_resinit.watch.history import History
 from lit_resinit.watch.usefulness import measure_usefulness
 

@@ -27,8 +27,9 @@ from lit_resinit.judge.optimizers import (
 )
 from lit_resinit.judge.waking import Waking, until_stepped, until_unfrozen
 from lit_resinit.plan.apply import apply_
-from lit_resinit.plan.hooks import Applied, LoadHook, applied_plan, inserted_gates, mark_applied, was_closed
+from lit_resinit.plan.hooks import inserted_gates
 from lit_resinit.plan.make import check_arguments, check_patterns, plan_forward
+from lit_resinit.plan.mark import Applied, LoadHook, applied_plan, mark_applied, was_closed
 from lit_resinit.plan.values import ResidualPlan, Scheme
 from lit_resinit.report.figures import activation_figure, takes_figures
 from lit_resinit.report.files import check_report, is_page, replace_file

@@ -23,7 +23,7 @@ from lit_resinit.errors import ResInitError
 from lit_resinit.find.branches import find
 from lit_resinit.find.streams import Addition, Link
 from lit_resinit.graph.values import Call, Graph, ModuleOutput, Node
-from lit_resinit.plan.make import _Planner
+from lit_resinit.plan.make import plan_graph
 
 FOLDER = Path(__file__).with_name("frozen")
 SCHEMES = ("auto", "observe", "insert", "last_layer")
@@ -61,7 +61,7 @@ def _addition(addition: Addition, link: Link) -> dict[str, Any]:
 
 def _plan(graph: Graph, model: nn.Module, scheme: Any) -> dict[str, Any]:
     try:
-        return _Planner(model, graph, scheme).plan(None, None).to_dict()
+        return plan_graph(model, graph, scheme).to_dict()
     except ResInitError as error:
         return {"error": type(error).__name__, "text": str(error)}
 

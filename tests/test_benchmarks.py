@@ -4,6 +4,8 @@ import pytest
 
 from benchmarks import checkers, depth, depth_training, overhead, peers, slow_start
 
+pytestmark = pytest.mark.slow
+
 
 def test_checkers_find_every_trouble_and_nothing_else() -> None:
     ours = next(row for row in checkers.main(["--small"]) if row["checker"] == "lit_resinit")

@@ -49,7 +49,7 @@ class Centred(nn.Module):
         return x + x.mean(-1, keepdim=True).expand_as(x)
 
 def mixed():
-    return nn.Sequential(Centred(), Block(), nn.Linear(8, 2))
+    return nn.Sequential(Block(), Centred(), nn.Linear(8, 2))
 
 plain = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
 number = lambda: 3

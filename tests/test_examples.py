@@ -52,6 +52,7 @@ def test_fabric_loop_learns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert bool((found["ratios"][1] > 0).all())
 
 
+@pytest.mark.ranks
 def test_fabric_loop_on_two_ranks_prints_one_number_for_both(tmp_path: Path) -> None:
     script = [sys.executable, str(EXAMPLES / "fabric_loop.py"), "--devices", "2", "--steps", "52"]
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}

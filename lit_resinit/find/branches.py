@@ -11,22 +11,31 @@ from lit_resinit.find import rules
 from lit_resinit.find.rules import Case, Facts, Reading
 from lit_resinit.find.streams import Addition, Streams
 from lit_resinit.find.sums import NetworkUses, visible_sums
-from lit_resinit.find.views import View
+from lit_resinit.find.views import View, copied
 from lit_resinit.graph import ops
 from lit_resinit.graph.ops import Does
 from lit_resinit.graph.values import Graph, Node
-from lit_resinit.graph.where import Address, AddressBook
+from lit_resinit.graph.where import Address, AddressBook, common_parent
+
+_LIMIT = 64  # values looked at behind one operand: where it is a part, that shows within a few sums
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Found:
-    """The residual additions of a graph, and for every other sum the rules by which it is none.
+    """What a graph holds.
 
-    Where no rule is named, no summand is computed from the other, nor both from one value.
+    Args:
+        streams: The residual additions.
+        refused: For every other sum the rules by which it is none; where no rule is named, no summand is computed from
+            the other, nor both from one value.
+        facts: What was known before any sum was judged.
+        addresses: Where every operation runs, in the order of execution.
     """
 
     streams: Streams
     refused: dict[int, tuple[str, ...]]
+    facts: Facts
+    addresses: list[Address]
 
     def skip(self, total: int) -> Literal["identity", "projection"] | None:
         """The kind of skip of a residual sum; None for any other."""
@@ -66,7 +75,7 @@ class _Search:
         for stage in STAGES:
             streams = stage(self, streams)
         refused = {node: tuple(names) for node, names in self.refused.items() if node not in streams}
-        return Found(streams, refused)
+        return Found(streams, refused, self.facts, self.where)
 
     def _may_be_residual(self, node: Node) -> bool:
         why = (
@@ -143,16 +152,42 @@ def _as_identity(reading: Reading, total: Node, skip: int, branch: int, block: s
     above = list(reading.reach.ancestors_among(shown, branch))
     for view in above:
         yield Case(reading, total, skip, branch, view, view, shown, block, projection=False)
-    known = {view.value for view in above}
+    for operand in _operands(reading, shown[-1].value):
+        if next(reading.reach.ancestors_among([View(operand)], branch), None) is not None:
+            yield Case(reading, total, skip, branch, shown[-1], View(operand), shown, block, projection=False)
+    for view, addition in _goes_on_from(reading, skip, shown):
+        if next(reading.reach.ancestors_among([View(addition)], branch), None) is None:
+            for start in _earlier(reading, addition):
+                yield Case(reading, total, skip, branch, view, View(start), shown, block, projection=False)
+
+
+def _operands(reading: Reading, value: int) -> list[int]:
+    """What a concatenation joins, where that is no one value: the branch may be computed from these."""
+    nodes = reading.facts.graph.nodes
+    return [i for i in nodes[value].inputs if nodes[i].data] if nodes[value].op == "cat" else []
+
+
+def _goes_on_from(reading: Reading, skip: int, shown: list[View]) -> Iterator[tuple[View, int]]:
+    """The additions whose sum the skip shows, or has normalised."""
     for view in shown:
-        addition = reading.streams.at(view.value)
-        if addition is not None and view.region is None and view.value not in known:
-            yield Case(reading, total, skip, branch, view, View(addition.stream), shown, block, projection=False)
+        if view.value in reading.streams and view.region is None:
+            yield view, view.value
+    for view in reading.views.projected(skip):
+        if view.norms and not view.layers and view.value in reading.streams:
+            yield View(skip), view.value
+
+
+def _earlier(reading: Reading, addition: int) -> Iterator[int]:
+    """What the stream was before an addition: what that one reads, and where the stream starts."""
+    found = reading.streams.at(addition)
+    assert found is not None
+    yield from dict.fromkeys((found.stream, reading.streams.root(addition)))
 
 
 def _as_projection(reading: Reading, total: Node, skip: int, branch: int, block: str) -> Iterator[Case]:
     """Both are computed from one value, the skip by at most one layer and norms."""
-    shown = reading.views.projected(skip)
+    graph, shown = reading.facts.graph, reading.views.projected(skip)
+    block = common_parent((block, graph.owner(skip), graph.owner(branch)))
     wanted = [view for view in shown if (view.layers or view.norms) and view.value < branch]
     for view in sorted(wanted, key=lambda v: -v.value):
         yield Case(reading, total, skip, branch, view, view, shown, block, projection=True)
@@ -212,10 +247,37 @@ def _without_sums_of_streams(search: _Search, streams: Streams) -> Streams:
 
 
 def _couplings(search: _Search, streams: Streams) -> Streams:
-    """``part + f(other part)`` is a branch where a stream goes on from that part."""
-    carried = _carried(search, streams)
+    """``part + f(other part)`` is a branch where a stream goes on from that part, or the parts are joined again."""
+    carried = _carried(search, streams).keys() | _joined(search, streams)
     left = [n for n in search.sums if n.index in carried and n.index not in streams]
     return search.judge(Reading(search.facts, streams, lone_factors=True, across_parts=True), left)
+
+
+def _joined(search: _Search, streams: Streams) -> set[int]:
+    """The sums of a part of a value that a concatenation joins with another part of it."""
+    found: set[int] = set()
+    reading = Reading(search.facts, streams)
+    for node in search.nodes:
+        if node.op == "cat":
+            operands = {copied(search.graph, i): _wholes(reading, copied(search.graph, i)) for i in node.inputs}
+            for operand, wholes in operands.items():
+                others = set[int]().union(*(w for o, w in operands.items() if o != operand))
+                if wholes & others:
+                    found.add(operand)
+    return found
+
+
+def _wholes(reading: Reading, value: int) -> set[int]:
+    """The values that a value, or one of the summands that it was before, is a part of."""
+    nodes, found, stack, seen = reading.facts.graph.nodes, set[int](), [value], {value}
+    while stack and len(seen) < _LIMIT:
+        shown = reading.views.shown(stack.pop())
+        found |= {view.whole for view in shown if view.region is not None}
+        end = nodes[shown[-1].value]
+        fresh = set(end.inputs) - seen if end.op == "add" else set[int]()
+        seen |= fresh
+        stack += fresh
+    return found
 
 
 def _carried(search: _Search, streams: Streams) -> dict[int, set[int]]:

@@ -85,8 +85,10 @@ class Reach:
         return other is not None and other.skip != start and other.skip not in interior
 
     def _sources(self, index: int, view: View) -> tuple[int, ...]:
-        """What a value is computed from: of a part, only what is in that part."""
+        """What a value is computed from, so that an error can flow back: of a part, only what is in that part."""
         node = self._nodes[index]
+        if ops.does(node.op, Does.PICKS):
+            return ops.values_of(node.op, node.inputs)
         if view.region is not None and node.op == "part" and node.region != view.region and not self._across_parts:
             return tuple(i for i in node.inputs if i != view.whole)
         if node.shown is not None and view.value not in node.inputs:

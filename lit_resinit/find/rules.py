@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 from lit_resinit.find.reach import Depth, Reach
@@ -111,6 +111,14 @@ class Case:
         return terms(self.graph, self.branch, self.reading.streams)
 
     @functools.cached_property
+    def net_terms(self) -> list[tuple[int, float]]:
+        """What is left of them where a value is added and taken away again."""
+        net: dict[int, float] = {}
+        for node, factor in self.terms:
+            net[node] = net.get(node, 0.0) + factor
+        return [(node, factor) for node, factor in net.items() if factor != 0.0]
+
+    @functools.cached_property
     def depth(self) -> Depth:
         """Layers in series from the start."""
         return Depth(self.graph, self.start.value, self.inside)
@@ -147,17 +155,64 @@ def _is_subtracted(case: Case) -> bool:
 
 
 def _cancels(case: Case) -> bool:
+    """The skip is taken away again by the branch, or all that is left of the branch is not computed from the stream."""
     views = case.reading.views
-    skip = {v.value: views.factor_of(v) for v in case.shown if v.region is None}
-    return any(skip.get(node) == -factor for node, factor in case.terms)
+    skip = {v.value: views.factor_of(v) for v in case.shown if v.region is None and not v.layers and not v.norms}
+    if any(skip.get(node) == -factor for node, factor in case.net_terms):
+        return True
+    if any(skip.get(node) == -factor for node, factor in _carried(case)):
+        return True
+    return len(case.terms) > len(case.net_terms) and not any(node in case.inside for node, _ in case.net_terms)
+
+
+def _carried(case: Case) -> Iterator[tuple[int, float]]:
+    """What the streams in the branch started from, with its factor: ``x - r`` after ``r = r - f(r)`` takes x away."""
+    streams, views = case.reading.streams, case.reading.views
+    for term, factor in case.net_terms:
+        total = term
+        while (addition := streams.at(total)) is not None:
+            shown = views.shown(addition.skip)
+            found = next((v for v in shown if v.value in streams), shown[-1])
+            for view in shown:
+                if view.value < total:
+                    yield view.value, factor * views.factor_of(view)
+            factor *= views.factor_of(found)
+            if found.value not in streams:
+                break
+            total = found.value
+
+
+def _is_projected_once(case: Case) -> bool:
+    return any(view.value in case.inside for view in case.shown if view.value > case.view.value)
 
 
 def _mixes(case: Case) -> bool:
     views, streams = case.reading.views, case.reading.streams
     shown = views.shown(case.skip) if case.projection else [case.view]
     return any(map(views.is_rescaled, shown)) and any(
-        v.value in streams and views.is_rescaled(v) for v in views.shown(case.branch)
+        v.value in streams and (views.is_rescaled(v) or streams.is_on(case.view.value, streams.root(v.value)))
+        for v in views.shown(case.branch)
     )
+
+
+def _is_spread(case: Case) -> bool:
+    """The skip is a mean, or another reduction, that was spread over many elements again: no stream goes on in it."""
+    nodes, spread = case.graph.nodes, False
+    for view in case.shown:
+        node = nodes[view.value]
+        spread = spread or (bool(node.inputs) and math.prod(node.shape) > math.prod(nodes[node.inputs[0]].shape))
+        if spread and ops.does(node.op, Does.REDUCES):
+            return True
+        if view.value == case.view.value:
+            return False
+    return False
+
+
+def _is_earlier_sum(case: Case) -> bool:
+    """What the stream was before is added to it as it is; where it is scaled or transformed, that is a branch."""
+    views, streams = case.reading.views, case.reading.streams
+    earlier = case.start.value != case.view.value and not case.projection
+    return earlier and any(v.value in streams and not views.is_rescaled(v) for v in views.shown(case.branch))
 
 
 def _scales_both(case: Case) -> bool:
@@ -197,7 +252,7 @@ def _is_one_kernel(case: Case) -> bool:
 def _goes_down_and_up(case: Case) -> bool:
     """Every path goes down in resolution and up again through several modules."""
     graph, start = case.graph, case.start.value
-    if graph.nodes[start].shape != graph.nodes[case.branch].shape:
+    if graph.nodes[start].shape[2:] != graph.nodes[case.branch].shape[2:]:
         return False
     flat, children = {start}, set()
     for index in sorted(case.inside):
@@ -209,7 +264,7 @@ def _goes_down_and_up(case: Case) -> bool:
     if case.branch in flat:
         return False
     children |= {child_of(graph.owner(i), case.block) for i in case.inside if _grows(graph, graph.nodes[i])}
-    return len(children) > 1 or "" in children
+    return len(children) > 1 or (not case.block and "" in children)
 
 
 def _shrinks(graph: Graph, node: Node) -> bool:
@@ -257,7 +312,7 @@ def _is_gated(case: Case) -> bool:
     stack, products = list(readers[case.total.index]), []
     while stack:
         node = nodes[stack.pop()]
-        if ops.does(node.op, Does.COPIES) or node.op == "scale":
+        if _only_moving(case.graph, node) is not None and node.op != "part":
             stack.extend(readers[node.index])
         elif node.op == "mul" and node.inputs[0] != node.inputs[1]:
             products.append(node)
@@ -266,20 +321,28 @@ def _is_gated(case: Case) -> bool:
     return bool(products) and all(_is_gated_by_stream(case, node) for node in products)
 
 
+def _only_moving(graph: Graph, node: Node) -> int | None:
+    """The one input of a function of one value, which nothing learned takes part in."""
+    moving = [i for i in node.inputs if graph.nodes[i].data]
+    alone = len(moving) == 1 and not any(graph.nodes[i].learned for i in node.inputs if i != moving[0])
+    return moving[0] if alone and node.op != "norm" else None
+
+
 def _is_gated_by_stream(case: Case, product: Node) -> bool:
-    total, reading = case.total.index, case.reading
-    shown = {i: {v.value for v in reading.views.shown(i)} for i in product.inputs}
-    return all(
-        reading.reach.interior(View(case.start.value), i) and not reading.reach.interior(View(total), i)
-        for i in product.inputs
-        if total not in shown[i]
-    )
+    total, reach, start = case.total.index, case.reading.reach, case.start.value
+    while (behind := _only_moving(case.graph, case.graph.nodes[start])) is not None:
+        start = behind
+    others = [i for i in product.inputs if i != total and not reach.interior(View(total), i)]
+    return bool(others) and all(reach.interior(View(start), i) for i in others)
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("subtracted skip", _is_subtracted, "y - x: what is subtracted does not go on", "identity"),
-    Rule("cancels", _cancels, "x + (f(x) - x): a straight-through estimator", "identity"),
+    Rule("subtracted skip", _is_subtracted, "y - x: what is subtracted does not go on"),
+    Rule("cancels", _cancels, "x + (f(x) - x): a straight-through estimator"),
+    Rule("one projection", _is_projected_once, "l(x) + l(x) ** 3: a GELU that is written out", "projection"),
+    Rule("spread mean", _is_spread, "net((x - mean) / deviation) + mean: a statistic that is put back", "identity"),
     Rule("mix of streams", _mixes, "a * x + b * y with learned factors: a weighted mean of two streams"),
+    Rule("an earlier sum again", _is_earlier_sum, "up(s) + s of an additive U-Net", "identity"),
     Rule("factor on both", _scales_both, "a * x + b * pool(x): the logits of graph attention", "identity"),
     Rule("nothing learned", _learns_nothing, "x + pool(x): arithmetic"),
     Rule("heads added up", _adds_up_heads, "two output heads on one stream", "projection"),

@@ -12,6 +12,7 @@ import functools
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -24,6 +25,7 @@ class Does(enum.Flag):
     STRAIGHT = enum.auto()  # linear, or picks elements: nothing that a layer before and one after it could not do
     MERGES = enum.auto()  # puts several values side by side, into one another, or picks among them
     SELECTS = enum.auto()  # takes a parameter in as a value: no layer works on what passes
+    PICKS = enum.auto()  # by indices or a condition, through which no error flows back
     SHRINKS = enum.auto()  # lowers the resolution
     MULTIPLIES = enum.auto()  # of two inputs; zero when one is, and the slope is the other
     APPLIES_WEIGHT = enum.auto()  # linear in the weight of a layer
@@ -73,7 +75,7 @@ _TABLE: tuple[tuple[Kind, str], ...] = (
     (Kind(_NOTHING, Zero.NEVER), "reciprocal parameter buffer input constant"),
     (Kind(Does.MULTIPLIES, Zero.ANY), "mul bmm dot mv matmul linear"),
     (Kind(Does.MULTIPLIES | Does.APPLIES_WEIGHT | Does.STRAIGHT, Zero.ANY), "mm conv"),
-    (Kind(Does.APPLIES_WEIGHT, Zero.VALUES), "embedding"),
+    (Kind(Does.APPLIES_WEIGHT | Does.PICKS, Zero.VALUES), "embedding"),
     # copies: zero stays zero, the slope is one
     (
         Kind(_COPIES, Zero.VALUES),
@@ -83,14 +85,17 @@ _TABLE: tuple[tuple[Kind, str], ...] = (
     # moves, pools, drops: zero stays zero, the slope does not vanish
     (
         Kind(_MOVES, Zero.VALUES),
-        "repeat repeat_interleave tile roll flip rot90 constant_pad_nd pad reflection_pad1d reflection_pad2d "
+        "repeat tile roll flip rot90 constant_pad_nd pad reflection_pad1d reflection_pad2d "
         "reflection_pad3d replication_pad1d replication_pad2d replication_pad3d _adaptive_avg_pool2d "
         "_adaptive_avg_pool3d adaptive_avg_pool1d adaptive_max_pool2d adaptive_max_pool3d max_pool1d "
         "mkldnn_max_pool2d fractional_max_pool2d max upsample_nearest1d upsample_nearest2d upsample_nearest3d "
         "_upsample_nearest_exact1d _upsample_nearest_exact2d upsample_linear1d upsample_bilinear2d "
-        "upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa index index_select gather take "
-        "take_along_dim masked_select pixel_shuffle native_channel_shuffle channel_shuffle im2col col2im unfold "
-        "grid_sampler_2d native_dropout dropout feature_dropout _fused_dropout",
+        "upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa pixel_shuffle native_channel_shuffle "
+        "channel_shuffle im2col col2im unfold grid_sampler_2d native_dropout dropout feature_dropout _fused_dropout",
+    ),
+    (
+        Kind(_MOVES | Does.PICKS, Zero.VALUES),
+        "index index_select gather take take_along_dim masked_select repeat_interleave",
     ),
     (Kind(_MOVES | Does.REDUCES, Zero.VALUES), "mean sum amax"),
     (
@@ -101,11 +106,12 @@ _TABLE: tuple[tuple[Kind, str], ...] = (
     # several values in one
     (Kind(_PLACES | Does.SELECTS, Zero.VALUES), "cat stack copy_into"),
     (
-        Kind(_PLACES, Zero.VALUES),
+        Kind(_PLACES | Does.PICKS, Zero.VALUES),
         "placed scatter scatter_add scatter_reduce index_add index_put index_copy slice_scatter",
     ),
-    (Kind(Does.MERGES | Does.SELECTS, Zero.VALUES), "where"),
-    (Kind(Does.MERGES, Zero.VALUES), "masked_fill masked_scatter select_scatter slice_backward"),
+    (Kind(Does.MERGES | Does.SELECTS | Does.PICKS, Zero.VALUES), "where"),
+    (Kind(Does.MERGES | Does.PICKS, Zero.VALUES), "masked_fill masked_scatter"),
+    (Kind(Does.MERGES, Zero.VALUES), "select_scatter slice_backward"),
     (Kind(Does.SELECTS), "maximum minimum"),
     # what ATen fuses, and what divides by a size
     (
@@ -135,6 +141,9 @@ _TABLE: tuple[tuple[Kind, str], ...] = (
 KINDS: dict[str, Kind] = {name: kind for kind, names in _TABLE for name in names.split()}
 
 
+_FLAGS = {name: known.does.value for name, known in KINDS.items()}  # plain numbers: it is asked at every step of a walk
+
+
 def kind(op: str) -> Kind:
     """The row of an operation; that of a function for one that is not in the table."""
     return KINDS.get(op, _FUNCTION)
@@ -142,8 +151,7 @@ def kind(op: str) -> Kind:
 
 def does(op: str, what: Does) -> bool:
     """Whether an operation does (one of) these."""
-    known = KINDS.get(op)
-    return known is not None and bool(known.does & what)
+    return bool(_FLAGS.get(op, 0) & what._value_)
 
 
 @functools.cache
@@ -194,7 +202,7 @@ def is_random(func: OpOverload) -> bool:
 
 
 def at_zero(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, float] | None:
-    """Value and slope at zero of a function that acts on each element alone, measured by calling it.
+    """Value and slope at zero of a function that acts on each element alone, measured by calling it once.
 
     Args:
         func: The operation.
@@ -204,10 +212,29 @@ def at_zero(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     Returns:
         Value and slope at zero, or None when the operation mixes elements or cannot be called so.
     """
+    return _measured(_Spelled(func, repr(args), repr(kwargs), args, kwargs))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Spelled:
+    """A call by how it is written, for its arguments need not be hashable."""
+
+    func: OpOverload
+    args: str
+    kwargs: str
+    _args: tuple[Any, ...] = dataclasses.field(compare=False)
+    _kwargs: dict[str, Any] = dataclasses.field(compare=False)
+
+    def __call__(self, x: Tensor) -> Any:
+        return self.func(*(x if a is None else a for a in self._args), **self._kwargs)
+
+
+@functools.lru_cache(maxsize=1024)  # the functions of a few networks; measuring one anew costs under a millisecond
+def _measured(call: _Spelled) -> tuple[float, float] | None:
     with _disable_current_modes(), torch.enable_grad():
         x = torch.zeros(3, dtype=torch.float64, requires_grad=True)
         try:
-            y = func(*(x if a is None else a for a in args), **kwargs)
+            y = call(x)
             if y.shape != x.shape:
                 return None
             rows = [torch.autograd.grad(y[i], x, retain_graph=True)[0] for i in range(3)]

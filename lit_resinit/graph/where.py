@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -23,6 +24,8 @@ _COMPILED_PREFIX = "_orig_mod."
 @dataclasses.dataclass(frozen=True, slots=True)
 class Address:
     """Where an operation runs, the same in every forward: module, line, operation, and its count there."""
+
+    __module__ = "lit_resinit"  # a pickle names no room
 
     block: str
     line: str
@@ -72,6 +75,14 @@ def child_of(owner: str, block: str) -> str:
 def is_below(owner: str, block: str) -> bool:
     """Whether a module is the block or lies in it."""
     return not block or owner == block or owner.startswith(block + ".")
+
+
+def common_parent(names: Iterable[str]) -> str:
+    """The innermost module that holds all of these."""
+    first, *others = names
+    while first and not all(is_below(other, first) for other in others):
+        first = first.rpartition(".")[0]
+    return first
 
 
 def locate(names: dict[int, str], depth: int) -> tuple[str, str]:

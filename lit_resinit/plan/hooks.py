@@ -1,27 +1,17 @@
-"""What is kept on a model: the multiplying hooks, the mark of an applied plan, and what explains a state dict."""
+"""The hooks that multiply a module's output, by a gate or by a constant."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
 import types
-import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lit_resinit.errors import CheckpointError
-from lit_resinit.find.gates import INSERTED_NAME, inserted_name
-from lit_resinit.graph.where import clean_name
-from lit_resinit.plan.values import ResidualPlan
-from lit_resinit.words import together
-
-_MARK = "_residual_plan"
-_INSERTED = re.compile(rf"(?:(.*)\.)?{INSERTED_NAME}(?:_(\d+))?$")
-_folded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+from lit_resinit.find.gates import inserted_name
 
 
 @dataclasses.dataclass(slots=True)
@@ -30,6 +20,8 @@ class GateHook:
 
     It holds no reference to a module, so that copies, pickles and shards of the model use their own scalar.
     """
+
+    __module__ = "lit_resinit"  # a pickle names no room
 
     leaf: int
     module: str
@@ -44,6 +36,8 @@ class GateHook:
 class ConstantHook:
     """Forward hook that multiplies one tensor of a module's output by a constant (1/sqrt(L))."""
 
+    __module__ = "lit_resinit"
+
     leaf: int
     factor: float
 
@@ -52,16 +46,16 @@ class ConstantHook:
         return _scaled(output, self.leaf, self.factor)
 
 
-def _scaled(output: Any, leaf: int, factor: Tensor | float) -> Any:
+def _scaled(output: Any, position: int, factor: Tensor | float) -> Any:
     if isinstance(output, Tensor):
         if isinstance(factor, Tensor):
             factor = factor.to(output.dtype)
             factor = factor.reshape(()) if output.is_nested else factor  # these take no factor with an axis
         return output * factor
-    leaves, spec = tree_flatten(output)
-    positions = [i for i, value in enumerate(leaves) if isinstance(value, Tensor)]
-    leaves[positions[leaf]] = _scaled(leaves[positions[leaf]], 0, factor)
-    return tree_unflatten(leaves, spec)
+    values, spec = tree_flatten(output)
+    chosen = [i for i, value in enumerate(values) if isinstance(value, Tensor)][position]
+    values[chosen] = _scaled(values[chosen], 0, factor)
+    return tree_unflatten(values, spec)
 
 
 def insert_gate(module: nn.Module, hook: GateHook, device: torch.device, trains: bool = True) -> None:
@@ -100,130 +94,3 @@ def inserted_gates(model: nn.Module) -> Iterator[tuple[str, GateHook]]:
     for name, module in model.named_modules():
         for _, hook in gate_hooks(module):
             yield f"{name}.{inserted_name(hook.leaf)}".lstrip("."), hook
-
-
-# -------------------------------------------------------------------- was a plan applied to this model?
-
-
-@dataclasses.dataclass(slots=True)
-class Applied:
-    """The mark of an applied plan, kept on the model itself, so that its copies and pickles have it too.
-
-    ``moved``: training, or a loaded state dict, has opened the gates, so there is no identity to prove any more.
-    """
-
-    plan: ResidualPlan
-    moved: bool = False
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Applied:
-        """A plan is a value; only the mark is copied."""
-        return Applied(self.plan, self.moved)
-
-
-def mark_applied(model: nn.Module, plan: ResidualPlan, *, moved: bool = False) -> Applied:
-    """Note on the model that this plan was applied to it."""
-    if _mark_of(model) is None:
-        model.register_load_state_dict_pre_hook(LoadHook())
-    mark = vars(model)[_MARK] = Applied(plan, moved)
-    return mark
-
-
-def applied_plan(model: nn.Module) -> tuple[str, Applied] | None:
-    """(dotted name, mark) of the module in ``model`` that a plan was applied to, while its gates are there."""
-    for name, module in model.named_modules():
-        mark = _mark_of(module)
-        if mark is not None:
-            there = {clean_name(n) for n, _ in module.named_parameters(remove_duplicate=False)}
-            return (clean_name(name), mark) if {g.parameter for g in mark.plan.gates} <= there else None
-    return None
-
-
-def was_closed(model: nn.Module) -> bool:
-    """Whether gates were inserted into this model before, or inserted and folded away in this process."""
-    return any(True for _ in inserted_gates(model)) or any(m in _folded for m in model.modules())
-
-
-def forget_applied(model: nn.Module) -> None:
-    """Remove every mark, so that the model is the plain one again; this process still knows that it was closed."""
-    _folded.add(model)
-    for module in model.modules():
-        vars(module).pop(_MARK, None)
-        hooks = module._load_state_dict_pre_hooks
-        for key in [k for k, h in hooks.items() if isinstance(getattr(h, "hook", h), LoadHook)]:
-            del hooks[key]
-
-
-def _mark_of(module: nn.Module) -> Applied | None:
-    mark: Applied | None = vars(module).get(_MARK)
-    return mark
-
-
-# -------------------------------------------------------------------- loading
-
-
-@dataclasses.dataclass(slots=True)
-class LoadHook:
-    """State dict pre-hook: says what inserted gates that only one side has mean, or inserts them.
-
-    Args:
-        inserts: Insert the gates that the state dict has and the model does not.
-    """
-
-    inserts: bool = False
-
-    def __call__(
-        self,
-        module: nn.Module,
-        state_dict: Mapping[str, Tensor],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Compare the gates of the model with those of the state dict."""
-        stored = [k.removeprefix(prefix) for k in state_dict if k.startswith(prefix) and _INSERTED.match(k)]
-        if self.inserts:
-            self._insert(module, stored)
-        own = [name for name, _ in inserted_gates(module)]
-        strange, lost = sorted({*stored} - {*own}), sorted({*own} - {*stored})
-        if strict and lost:
-            error_msgs.append(_without_gates(lost, len(own)))
-        if strict and strange:
-            error_msgs.append(_with_gates(strange))
-        mark = _mark_of(module)
-        if mark is not None and any(bool(state_dict[prefix + name].any()) for name in stored):
-            mark.moved = True
-
-    def _insert(self, module: nn.Module, stored: list[str]) -> None:
-        modules = dict(module.named_modules())
-        own = {name for name, _ in inserted_gates(module)}
-        device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        for name in stored:
-            found = _INSERTED.match(name)
-            assert found is not None
-            target = modules.get(found[1] or "")
-            if name not in own and target is not None:
-                insert_gate(target, GateHook(int(found[2] or 0), clean_name(found[1] or ""), ()), device)
-
-
-def _without_gates(lost: list[str], count: int) -> str:
-    return str(
-        CheckpointError(
-            f"loading a state dict into a model with {count} inserted gates: expected each in it, found "
-            f"{len(lost)} missing ({together(lost)}): it was saved without them. Gates of one change nothing, so add "
-            "them: `state_dict |= {name: torch.ones(1) for name in gates}`; or load into the plain model, without "
-            "ResidualInit or with scheme='observe'; or pass `strict=False` to load the weights behind closed gates."
-        )
-    )
-
-
-def _with_gates(strange: list[str]) -> str:
-    return str(
-        CheckpointError(
-            f"loading a state dict with inserted gates: expected them in the model too, found {len(strange)} that it "
-            f"does not have ({together(strange)}). Insert them first, with the scheme they were saved with, or "
-            "multiply them into the weights before saving: `fold_(model)`, and the state dict is the plain model's."
-        )
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lit_resinit.find.streams import Addition
 from lit_resinit.graph import ops
@@ -12,7 +12,7 @@ from lit_resinit.graph.values import Graph
 from lit_resinit.graph.where import child_of, is_below
 
 
-def branch_names(graph: Graph, additions: Sequence[Addition], ends: dict[int, list[int]]) -> dict[int, str]:
+def branch_names(graph: Graph, additions: Sequence[Addition], ends: Mapping[int, Sequence[int]]) -> dict[int, str]:
     """A unique, stable name for every addition.
 
     Args:
@@ -24,7 +24,7 @@ def branch_names(graph: Graph, additions: Sequence[Addition], ends: dict[int, li
 
 
 class _Naming:
-    def __init__(self, graph: Graph, additions: Sequence[Addition], ends: dict[int, list[int]]) -> None:
+    def __init__(self, graph: Graph, additions: Sequence[Addition], ends: Mapping[int, Sequence[int]]) -> None:
         self.graph, self.additions, self.ends = graph, additions, ends
         self.calls = Counter(output.module for output in graph.outputs)
         self.returned_by: dict[int, set[str]] = {}

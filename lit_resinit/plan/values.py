@@ -39,6 +39,8 @@ class Branch:
         culprit: Module that runs the operation behind ``reason``.
     """
 
+    __module__ = "lit_resinit"
+
     name: str
     block: str
     skip: Literal["identity", "projection"]
@@ -59,6 +61,25 @@ class Branch:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Stream:
+    """A chain of branches, each of which goes on with the sum of the one before.
+
+    Args:
+        branches: Names of its branches, in the order of execution.
+        between: For each what the stream passes before it (module names, else operations).
+        after: What its block still does to the last sum.
+        parts_from: The branch after which it parted from another stream; None where it starts on its own.
+    """
+
+    __module__ = "lit_resinit"
+
+    branches: tuple[str, ...]
+    between: tuple[tuple[str, ...], ...]
+    after: tuple[str, ...] = ()
+    parts_from: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ResidualPlan:
     """What would be done to a model; a plain value, nothing is written until :func:`apply_`.
 
@@ -66,13 +87,15 @@ class ResidualPlan:
         scheme: The scheme the plan was made with.
         branches: Every residual branch, in the order of execution.
         zero_layers: All-zero weights of layers that are no gates (a zero head): judged, never written.
-        after_last: What every stream passes after its last addition, by the name of its last branch.
+        streams: The streams that the branches form.
     """
+
+    __module__ = "lit_resinit"
 
     scheme: Scheme
     branches: tuple[Branch, ...]
     zero_layers: tuple[str, ...] = ()
-    after_last: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    streams: tuple[Stream, ...] = ()
 
     def __len__(self) -> int:
         return len(self.branches)
@@ -90,6 +113,11 @@ class ResidualPlan:
         unique = {(g.parameter, g.index): g for b in self.active for g in b.gates}
         return tuple(unique.values())
 
+    @property
+    def after_last(self) -> dict[str, tuple[str, ...]]:
+        """What every stream passes after its last addition, by the name of its last branch."""
+        return {s.branches[-1]: s.after for s in self.streams}
+
     def __str__(self) -> str:
         return format_plan(self)
 
@@ -103,6 +131,7 @@ class ResidualPlan:
             "scheme": self.scheme,
             "branches": [_plain(b) for b in self.branches],
             "zero_layers": list(self.zero_layers),
+            "streams": [_plain_stream(s) for s in self.streams],
             "after_last": {k: list(v) for k, v in self.after_last.items()},
         }
 
@@ -111,6 +140,14 @@ def _plain(branch: Branch) -> dict[str, Any]:
     values = dataclasses.asdict(branch)
     return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()} | {
         "gates": [{k: list(v) if isinstance(v, tuple) else v for k, v in g.items()} for g in values["gates"]]
+    }
+
+
+def _plain_stream(stream: Stream) -> dict[str, Any]:
+    return dataclasses.asdict(stream) | {
+        "branches": list(stream.branches),
+        "between": [list(b) for b in stream.between],
+        "after": list(stream.after),
     }
 
 
@@ -148,10 +185,17 @@ class _Prefixed:
             culprit=self.name(branch.culprit) if branch.culprit else "",
         )
 
+    def stream(self, stream: Stream) -> Stream:
+        parts_from = None if stream.parts_from is None else self.name(stream.parts_from)
+        return dataclasses.replace(stream, branches=self.names(stream.branches), parts_from=parts_from)
+
     def plan(self, plan: ResidualPlan) -> ResidualPlan:
-        after = {self.name(k): v for k, v in plan.after_last.items()}
-        branches = tuple(self.branch(b) for b in plan.branches)
-        return dataclasses.replace(plan, branches=branches, zero_layers=self.names(plan.zero_layers), after_last=after)
+        return dataclasses.replace(
+            plan,
+            branches=tuple(self.branch(b) for b in plan.branches),
+            zero_layers=self.names(plan.zero_layers),
+            streams=tuple(self.stream(s) for s in plan.streams),
+        )
 
 
 # -------------------------------------------------------------------- printing

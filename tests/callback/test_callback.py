@@ -13,6 +13,7 @@ import pytest
 import torch
 import torchvision
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from marks import line_of
 from networks import (
     WIDTH,
     Classifier,
@@ -267,13 +268,6 @@ def safe(k: Tensor, v: Tensor, bound: float = 2.0) -> Tensor:
     return torch.where(zero, torch.ones_like(length), bound * torch.tanh(divisor / bound) / divisor) * v
 
 
-def line_of(mark: str) -> str:
-    """``file:line`` of the marked line of this file."""
-    lines = Path(__file__).read_text().splitlines()
-    (number,) = [i for i, line in enumerate(lines, 1) if line.endswith(f"# {mark}")]
-    return f"{Path(__file__).name}:{number}"
-
-
 class Bounded(pl.LightningModule):
     """A regression net with a zero output layer and a soft bound on what it returns."""
 
@@ -317,8 +311,8 @@ def test_soft_bound_that_breaks_the_gradient_stops_the_run(
     verdict = ours.gradient_report.gates["out.weight"]
     assert len(module.losses) == 1
     assert verdict.status == status
-    assert verdict.source.endswith(line_of(status))
-    assert line_of(status) in str(caught.value)
+    assert verdict.source.endswith(line_of(__file__, status))
+    assert line_of(__file__, status) in str(caught.value)
 
 
 @pytest.mark.parametrize("residual", [False, True], ids=["no_skip", "in_a_block"])

@@ -242,6 +242,7 @@ class WriteVerdict(pl.Callback):
         torch.save(verdict, self.root / f"verdict{trainer.global_rank}.pt")
 
 
+@pytest.mark.ranks
 def test_two_processes_start_and_judge_alike(tmp_path: Path) -> None:
     item, _, run = play("two_gloo_processes", WriteVerdict(tmp_path), scheme="last_layer", log_every_n_steps=1)
     ranks = run(tmp_path)["ranks"]

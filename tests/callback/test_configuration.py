@@ -174,6 +174,7 @@ assert ours.identity_report.ok and len(ours.plan) == 2
 
 
 @pytest.mark.parametrize("imported", ["", "import lightning.pytorch"], ids=["alone", "both"])
+@pytest.mark.slow
 def test_the_older_name_of_the_package(imported: str, tmp_path: Path) -> None:
     source = SCRIPT.format(first=imported, package="pytorch_lightning")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

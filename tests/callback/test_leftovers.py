@@ -183,6 +183,7 @@ def test_a_killed_run_resumes(tmp_path: Path) -> None:
     assert ours.gradient_report.ok
 
 
+@pytest.mark.slow
 def test_three_hundred_fits_do_not_grow(tmp_path: Path) -> None:
     import resource
 
@@ -238,6 +239,7 @@ except GradientError:
 """
 
 
+@pytest.mark.slow
 def test_the_graph_of_a_deep_network_goes_piece_by_piece(tmp_path: Path) -> None:
     import resource
 

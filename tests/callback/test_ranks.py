@@ -10,6 +10,7 @@ from networks import WIDTH, data, trainer
 from lit_resinit import ResidualInit
 
 SCRIPT = "two_ranks.py"
+pytestmark = pytest.mark.ranks
 
 
 def ranks(root: Path) -> list[dict[str, Any]]:

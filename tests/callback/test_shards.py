@@ -18,6 +18,7 @@ SCRIPT = "two_shards.py"
     reason="torch 2.7 sums sharded gradients over gloo instead of averaging them",
 )
 @pytest.mark.parametrize("kind", ["insert", "zero"])
+@pytest.mark.ranks
 def test_two_shards_equal_one_process(kind: str, runs: Path, tmp_path: Path) -> None:
     import two_shards
 
@@ -35,12 +36,14 @@ def test_two_shards_equal_one_process(kind: str, runs: Path, tmp_path: Path) -> 
         assert shards == [1, 0]
 
 
+@pytest.mark.ranks
 def test_a_dead_gate_is_named_on_the_rank_that_holds_nothing_of_it(runs: Path) -> None:
     for found in (torch.load(runs / "dead" / f"rank{r}.pt") for r in range(2)):
         assert "net.0.scale" in found["error"]
         assert "slope zero at zero" in found["error"]
 
 
+@pytest.mark.ranks
 def test_a_network_that_is_sharded_already_is_refused_with_the_way_out(runs: Path) -> None:
     text = (runs / "late.txt").read_text()
     for part in ("net.0.scale", "fully_shard", "apply_(self.net, make_plan(self.net, ...))"):

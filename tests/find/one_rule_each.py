@@ -1,4 +1,4 @@
-"""One network for each rule of the finder that no other decides; each says how many residual additions it has."""
+"""Networks on which one rule of the finder decides that others do not; each says how many additions it has."""
 
 from __future__ import annotations
 

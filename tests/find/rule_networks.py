@@ -93,6 +93,16 @@ def mixed_streams(h: Tensor, f: nn.Module, a: nn.Module, b: nn.Module) -> Tensor
     return b(h) + a(h + f(h))
 
 
+def conv_block() -> nn.Sequential:
+    return nn.Sequential(conv(), nn.ReLU(), conv())
+
+
+def down_and_up(h: Tensor, f: nn.Module, d: nn.Module, g: nn.Module) -> Tensor:
+    h = h + f(h)
+    low = d(h)
+    return nn.functional.interpolate(low + g(low), scale_factor=2.0) + h
+
+
 def draw(h: Tensor, mean: nn.Module, deviation: nn.Module, noise: bool) -> Tensor:
     middle = mean(h)
     spread = torch.exp(deviation(h))
@@ -127,6 +137,18 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
     "cancels": (
         lambda: Network(0, lambda h, f: h + (f(h) - h), f=mlp()),
         lambda: Network(1, lambda h, f: h + (f(h) - 0.5 * h), f=mlp()),
+    ),
+    "one projection": (
+        lambda: Network(0, lambda h, k: (y := k(h)) + y**3, k=linear()),
+        lambda: Network(1, lambda h, k, f: k(h) + f(h), k=linear(), f=mlp()),
+    ),
+    "spread mean": (
+        lambda: Network(0, lambda h, f: f(h - pooled(h)) + pooled(h), f=mlp()),
+        lambda: Network(1, lambda h, f: f(h - pooled(h)) + h, f=mlp()),
+    ),
+    "an earlier sum again": (
+        lambda: Network(2, down_and_up, image=True, f=conv_block(), d=conv(stride=2), g=conv_block()),
+        lambda: Network(2, lambda h, f, g: (h + f(h)) + g(h), f=mlp(), g=mlp()),
     ),
     "mix of streams": (
         lambda: Network(1, mixed_streams, f=mlp(), a=Scale(), b=Scale()),

@@ -1,199 +1,20 @@
+"""One forward as a graph: fake where that goes, and nothing left behind."""
+
 import copy
 import random
 from collections.abc import Callable
-from pathlib import Path
 
-import networks
 import numpy
 import pytest
 import torch
-from networks import WIDTH, ConvBlock, Plain, PreNorm, stack
+from graphs import Everything, X
+from networks import WIDTH, Plain, PreNorm
 from torch import Tensor, nn
-from torchmetrics import MeanMetric
 
-from lit_resinit import NoBranchError, TraceError, make_plan
-from lit_resinit.graph.keep import keep_rng, keep_state
+from lit_resinit import TraceError, make_plan
 from lit_resinit.graph.trace import trace
-from lit_resinit.graph.values import Graph, Node
-from lit_resinit.graph.where import clean_name
-
-X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
-
-
-def graph_of(function: Callable[[Tensor, nn.Parameter], Tensor]) -> Graph:
-    """The graph of a module that runs one function of its input and of its weight."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(WIDTH))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return function(x, self.weight)
-
-    return trace(Net(), (X,))
-
-
-def result(graph: Graph) -> Node:
-    """The node that the top module returned."""
-    return graph.nodes[graph.outputs[-1].nodes[0]]
-
-
-def leaves(graph: Graph, node: Node) -> set[str]:
-    """Names (or kinds) of the leaves behind a node."""
-    stack_, found = [node], set()
-    while stack_:
-        current = stack_.pop()
-        if not current.inputs:
-            found.add(current.name or current.op)
-        stack_ += [graph.nodes[i] for i in current.inputs]
-    return found
-
-
-# -------------------------------------------------------------------- what is recorded
-
-
-@pytest.mark.parametrize(
-    ("function", "op"),
-    [
-        (lambda x, w: x + w, "add"),
-        (lambda x, w: x - w, "add"),
-        (lambda x, w: torch.addcmul(x, x, w), "add"),
-        (lambda x, w: torch.lerp(x, x * w, 0.5), "add"),
-        (lambda x, w: x * w, "mul"),
-        (lambda x, w: x / w, "mul"),
-        (lambda x, w: 3.0 * x, "scale"),
-        (lambda x, w: -x, "scale"),
-        (lambda x, w: x + 1.0, "shift"),
-        (lambda x, w: 1.0 - x, "shift"),
-        (lambda x, w: x.view(-1), "view"),
-        (lambda x, w: x[:, :2], "part"),
-        (lambda x, w: torch.nn.functional.layer_norm(x, (WIDTH,)), "norm"),
-        (lambda x, w: torch.nn.functional.layer_norm(x, (WIDTH,), w), "mul"),
-        (lambda x, w: torch.relu(x), "relu"),
-    ],
-)
-def test_operations_are_spelled_in_their_parts(function: Callable, op: str) -> None:
-    assert result(graph_of(function)).op == op
-
-
-def test_subtraction_is_an_addition_of_the_negative() -> None:
-    graph = graph_of(lambda x, w: x - 2.0 * w)
-    left, right = (graph.nodes[i] for i in result(graph).inputs)
-    assert (left.op, right.op, right.number) == ("input", "scale", -1.0)
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x, w: (x * w).detach() + 0.0,
-        lambda x, w: (x * w).view(-1).view(4, WIDTH) + 0.0,
-        lambda x, w: (x * w).t().t() + 0.0,
-        lambda x, w: torch.utils.checkpoint.checkpoint(lambda y: y * w, x, use_reentrant=False) + 0.0,
-    ],
-    ids=["detach", "view", "transpose", "checkpoint"],
-)
-def test_values_are_followed_through_aliases(function: Callable) -> None:
-    graph = graph_of(function)
-    assert leaves(graph, result(graph)) == {"input", "weight"}
-
-
-def test_in_place_operations_show_in_every_view() -> None:
-    def function(x: Tensor, w: Tensor) -> Tensor:
-        out = torch.zeros_like(x)
-        view = out.view(-1)
-        out.add_(x * w)
-        return view * 2.0
-
-    graph = graph_of(function)
-    assert leaves(graph, result(graph)) >= {"input", "weight"}
-
-
-def test_writing_into_a_part_keeps_the_rest() -> None:
-    def function(x: Tensor, w: Tensor) -> Tensor:
-        out = x.clone()
-        out[:, :1] = w[:1]
-        return out * 1.5
-
-    graph = graph_of(function)
-    assert leaves(graph, result(graph)) == {"input", "weight"}
-
-
-def test_data_and_learned_are_told_apart() -> None:
-    graph = graph_of(lambda x, w: x * torch.tanh(w))
-    moving, fixed = (graph.nodes[i] for i in result(graph).inputs)
-    assert (moving.data, moving.learned) == (True, False)
-    assert (fixed.data, fixed.learned) == (False, True)
-
-
-def test_noise_is_marked() -> None:
-    graph = graph_of(lambda x, w: x + torch.randn_like(x))
-    assert result(graph).noise
-
-
-def test_operations_know_their_module_and_line() -> None:
-    graph = trace(stack(Plain), (X,))
-    sums = [n.index for n in graph.nodes if n.op == "add" and graph.owner(n.index) in ("0", "1")]
-    assert [graph.owner(n) for n in sums] == ["0", "1"]
-    lines = Path(networks.__file__).read_text().splitlines()
-    for node in sums:
-        file, _, line = graph.source(node).rpartition(":")
-        assert file == networks.__file__
-        assert lines[int(line) - 1].strip() == "return x + self.f(x)"
-
-
-def test_a_forward_called_directly_still_has_its_owner() -> None:
-    class Direct(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Plain()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner.forward(x)
-
-    graph = trace(Direct(), (X,))
-    assert graph.executed["inner"] == 1
-
-
-def test_a_backward_inside_the_forward_is_left_out() -> None:
-    def function(x: Tensor, w: Tensor) -> Tensor:
-        y = (x * w).exp().sum()
-        y.backward()
-        return x * w
-
-    assert [n.op for n in graph_of(function).nodes if n.op == "exp"] == ["exp"]
-
-
-def test_names_of_compiled_modules_are_those_of_the_state_dict() -> None:
-    graph = trace(torch.compile(stack(Plain), backend="eager"), (X,))
-    assert {n.name for n in graph.nodes if n.op == "parameter"} == set(stack(Plain).state_dict())
-    assert clean_name("_orig_mod.a._orig_mod.b") == "a.b"
-    assert clean_name("a._orig_mod") == "a"
-
 
 # -------------------------------------------------------------------- no trace
-
-
-class Everything(nn.Module):
-    """All that a forward can change: buffers, a metric, a counter, flags, random numbers."""
-
-    def __init__(self, look: bool = False) -> None:
-        super().__init__()
-        self.conv, self.drop = ConvBlock(3, 3), nn.Dropout(0.5)
-        self.metric, self.calls, self.cache, self.look = MeanMetric(), 0, [], look
-        self.register_buffer("seen", torch.zeros(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.seen += 1
-        self.cache = [*self.cache, 1]
-        random.random()
-        numpy.random.rand()
-        x = self.drop(self.conv(x))
-        self.metric.update(x.detach().mean())
-        if self.look and x.mean() > 1e9:
-            return x
-        return x
 
 
 @pytest.mark.parametrize("look", [False, True], ids=["fake", "real"])
@@ -290,57 +111,6 @@ def test_wrong_shape_is_told_with_the_shapes() -> None:
 
 
 # -------------------------------------------------------------------- guards
-
-
-def test_keep_rng_covers_torch_python_and_numpy() -> None:
-    before = torch.rand(1), random.random(), numpy.random.rand()
-    torch.manual_seed(0)
-    random.seed(0)
-    numpy.random.seed(0)
-    with keep_rng():
-        first = torch.rand(1), random.random(), numpy.random.rand()
-    assert (torch.rand(1), random.random(), numpy.random.rand()) == first != before
-
-
-def test_keep_state_survives_an_exception() -> None:
-    model = Everything()
-
-    def change() -> None:
-        model.seen += 1
-        model.calls = 7
-        model.eval()
-        model.conv.bn1.weight.grad = torch.ones(3)
-        raise KeyError
-
-    with pytest.raises(KeyError), keep_state(model):
-        change()
-    assert (float(model.seen), model.calls, model.training, model.conv.training) == (0.0, 0, True, True)
-    assert model.conv.bn1.weight.grad is None
-
-
-@pytest.mark.parametrize(
-    ("function", "steps"),
-    [
-        (lambda z: z + 1j, ["shift"]),
-        (lambda z: z - 1j, ["shift"]),
-        (lambda z: 2 - z, ["scale", "shift"]),
-        (lambda z: z.sub(z.conj().resolve_conj(), alpha=1j), ["scale", "add"]),
-        (lambda z: z.add(z.roll(1), alpha=2), ["scale", "add"]),
-    ],
-)
-def test_numbers_added_are_shifts_whatever_their_kind(function: Callable[[Tensor], Tensor], steps: list[str]) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-
-        def forward(self, z: Tensor) -> Tensor:
-            return function(z * self.weight)
-
-    graph = trace(Net(), (torch.randn(2, 3, dtype=torch.complex64),))
-    assert [n.op for n in graph.nodes if n.op in ("shift", "scale", "add")] == steps
-    with pytest.raises(NoBranchError):
-        make_plan(Net(), torch.randn(2, 3, dtype=torch.complex64))
 
 
 class Skipped(nn.Module):

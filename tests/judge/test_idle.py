@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from lit_resinit import apply_, check_identity, make_plan, observe
 from lit_resinit.judge import gradients, optimizers
 from lit_resinit.judge.gradients import frozen_branches
-from lit_resinit.judge.waking import UNSEEN, Waking
 
 X = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(0))
 
@@ -69,41 +68,6 @@ def test_an_expert_without_tokens_sleeps_with_its_bias() -> None:
     assert seen.gradients.ok, str(seen.gradients)
     idle = [g.status for n, g in seen.gradients.gates.items() if n.startswith("0.experts.2.")]
     assert set(idle) <= {"asleep"}
-
-
-def test_steps_that_do_not_run_a_branch_do_not_use_up_its_patience() -> None:
-    class Rare(Scaled):
-        run = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) if self.run else x
-
-    torch.manual_seed(0)
-    model = nn.Sequential(Scaled(value=0.0), Rare(value=0.0), nn.Linear(WIDTH, 2))
-    model[1].run = True
-    plan = make_plan(model, X, scheme="observe")
-    model[1].run = False
-
-    def backward() -> None:
-        model.zero_grad(set_to_none=True)
-        model(X).square().mean().backward()
-
-    with observe(model, plan, X) as seen:
-        backward()
-    waking = Waking(seen.gradients, patience=3)
-    for _ in range(10):
-        backward()
-        assert waking.step(model).gates["1.scale"].status == "asleep"
-    model[1].run = True
-    backward()
-    assert waking.step(model).gates["1.scale"].status == "alive"
-
-    model[1].run = False
-    waking = Waking(seen.gradients, patience=3)
-    for _ in range(UNSEEN):
-        backward()
-        waking.step(model)
-    assert waking.report.gates["1.scale"].status == "missing"
 
 
 def test_a_frozen_copy_stays_frozen_and_is_no_alarm() -> None:

@@ -1,7 +1,7 @@
+"""Closing, folding, and the parameter groups: what changes and what does not."""
+
 import copy
-import io
 import itertools
-import pickle
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +12,6 @@ from networks import (
     NormLast,
     Plain,
     PreActivation,
-    PreNorm,
     Scaled,
     encoder,
     mlp,
@@ -23,8 +22,6 @@ from torch import Tensor, nn
 from lit_resinit import (
     FoldError,
     ResInitError,
-    ScalarGate,
-    TrainedWeightsError,
     apply_,
     check_identity,
     fold_,
@@ -132,65 +129,6 @@ def test_sqrt_depth_multiplies_the_branch_by_a_constant() -> None:
     torch.testing.assert_close(model[0](X), X + 0.5 * plain[0].f(X))
 
 
-# -------------------------------------------------------------------- what inserted gates survive
-
-
-def test_deepcopy_uses_its_own_gate() -> None:
-    model, plan = closed(lambda: stack(Plain), scheme="insert")
-    twin = opened(copy.deepcopy(model), plan)
-    assert not torch.equal(twin(X), model(X))
-    assert check_identity(model, plan, X).ok
-
-
-def test_pickle_and_torch_save_keep_the_gates() -> None:
-    model, plan = closed(lambda: stack(Plain), scheme="insert")
-    opened(model, plan)
-    for twin in (pickle.loads(pickle.dumps(model)), saved_and_loaded(model)):
-        assert torch.equal(twin(X), model(X))
-        opened(twin, plan).get_parameter(plan.gates[0].parameter).data.fill_(7.0)
-        assert not torch.equal(twin(X), model(X))
-
-
-def saved_and_loaded(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-def test_state_dict_goes_round() -> None:
-    model, plan = closed(lambda: stack(Plain), scheme="insert")
-    opened(model, plan)
-    other, _ = closed(lambda: stack(Plain), scheme="insert")
-    other.load_state_dict(model.state_dict(), strict=True)
-    assert torch.equal(other(X), model(X))
-
-
-def test_functional_call_uses_the_given_gates() -> None:
-    model, plan = closed(lambda: stack(Plain), scheme="insert")
-    values = {n: p.detach() for n, p in model.named_parameters()}
-    values |= {g.parameter: torch.ones(1) for g in plan.gates}
-    called = torch.func.functional_call(model, values, (X,))
-    torch.manual_seed(0)
-    torch.testing.assert_close(called, stack(Plain)(X), rtol=0.0, atol=0.0)
-
-
-def test_inserted_gate_is_one_float_and_keeps_the_dtype() -> None:
-    model, plan = closed(lambda: stack(Plain).bfloat16(), X.bfloat16(), scheme="insert")
-    gates = [model.get_parameter(g.parameter) for g in plan.gates]
-    assert all(g.shape == (1,) for g in gates)
-    assert model(X.bfloat16()).dtype == torch.bfloat16
-
-
-def test_inserted_gate_compiles_without_a_graph_break() -> None:
-    torch._dynamo.reset()
-    model, plan = closed(lambda: stack(Plain), scheme="insert")
-    fast = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(fast(X), model(X))
-    opened(model, plan)
-    torch.testing.assert_close(fast(X), model(X))
-
-
 # -------------------------------------------------------------------- folding
 
 
@@ -256,79 +194,6 @@ def test_what_cannot_be_folded_exactly_changes_nothing(last: Callable[[], nn.Mod
     assert torch.equal(model(X), output)
 
 
-# -------------------------------------------------------------------- trained weights
-
-
-def trained(build: Callable[[], nn.Module], name: str) -> nn.Module:
-    torch.manual_seed(0)
-    model = build()
-    with torch.no_grad():
-        parameter = model.get_parameter(name)
-        parameter.copy_(torch.linspace(0.5, 1.5, parameter.numel()))
-    return model
-
-
-@pytest.mark.parametrize(
-    ("build", "name", "scheme"),
-    [
-        *((lambda: stack(NormLast), "0.norm.weight", scheme) for scheme in ("auto", "insert", "last_layer")),
-        *((lambda: stack(NormLast), "0.norm.bias", scheme) for scheme in ("auto", "insert", "last_layer")),
-        *((lambda: stack(PreNorm), "1.norm.weight", scheme) for scheme in ("auto", "insert", "last_layer")),
-        *((lambda: stack(lambda: Scaled(size=WIDTH)), "1.scale", scheme) for scheme in ("auto", "zero")),
-    ],
-)
-def test_trained_block_is_refused_whichever_way_it_would_be_closed(
-    build: Callable[[], nn.Module], name: str, scheme: str
-) -> None:
-    model = trained(build, name)
-    plan = make_plan(model, X, scheme=scheme)
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(TrainedWeightsError, match=name.rpartition(".")[0]):
-        apply_(model, plan)
-    assert list(before) == list(model.state_dict())
-    assert all(torch.equal(before[n], v) for n, v in model.state_dict().items())
-    assert check_identity(apply_(model, plan, overwrite_trained=True), plan, X).ok
-
-
-def scalars(*values: float) -> nn.Sequential:
-    return nn.Sequential(*(Scaled(value=v) for v in values))
-
-
-def test_scalars_that_differ_from_block_to_block_are_trained() -> None:
-    model = scalars(0.31, 0.28, 0.55)
-    with pytest.raises(TrainedWeightsError, match=r"0\.scale with value 0\.31, another in every block and 2 more"):
-        apply_(model, make_plan(model, X))
-    assert [round(b.scale.item(), 2) for b in model] == [0.31, 0.28, 0.55]
-
-
-@pytest.mark.parametrize("values", [(0.5, 0.5, 0.5), (1.0, 0.7, 0.6, 0.5), (0.3,)])
-def test_equal_scalars_and_scalars_by_depth_are_an_initialisation(values: tuple[float, ...]) -> None:
-    model = scalars(*values)
-    apply_(model, make_plan(model, X))
-    assert not any(b.scale.item() for b in model)
-
-
-def test_include_picks_the_new_branches_of_a_trained_network() -> None:
-    model = trained(lambda: stack(NormLast), "0.norm.weight")
-    plan = make_plan(model, X, include="1")
-    assert check_identity(apply_(model, plan), plan, X).ok
-
-
-def test_a_warm_up_forward_is_no_evidence_of_training() -> None:
-    model = nn.Sequential(ConvBlock(3, 3), ConvBlock(3, 3))
-    x = torch.randn(4, 3, 5, 5)
-    for _ in range(3):
-        model(x)
-    plan = make_plan(model, x)
-    assert check_identity(apply_(model, plan), plan, x).ok
-
-
-def test_norms_that_start_at_another_constant_are_no_evidence() -> None:
-    model = stack(NormLast)
-    nn.init.constant_(model[0].norm.weight, 0.1)
-    assert len(apply_(model, make_plan(model, X))) == 3
-
-
 # -------------------------------------------------------------------- parameter groups
 
 
@@ -350,17 +215,6 @@ def test_groups_before_applying_say_what_is_missing() -> None:
 
 
 # -------------------------------------------------------------------- ScalarGate
-
-
-def test_scalar_gate_starts_closed_and_keeps_the_dtype() -> None:
-    gate = ScalarGate()
-    branch = torch.randn(2, 3, dtype=torch.bfloat16)
-    assert gate(branch).dtype == torch.bfloat16
-    assert not gate(branch).any()
-    nn.init.ones_(gate.gate)
-    assert torch.equal(gate(branch), branch)
-    gate.reset_parameters()
-    assert float(gate.gate.detach()) == 0.0
 
 
 def test_two_outputs_of_one_module_get_a_gate_each_and_fold() -> None:

@@ -4,7 +4,6 @@ import base64
 import gzip
 import html.parser
 import json
-import os
 import re
 import shutil
 import sys
@@ -20,7 +19,6 @@ from torch import nn
 from lit_resinit import GradientError, History, ResidualInit, ResInitError, ResInitWarning, apply_, make_plan, observe
 from lit_resinit.report import about_run, write_page
 from lit_resinit.report import page as page_module
-from lit_resinit.report.files import check_report, replace_file
 from lit_resinit.report.page import LivePage, page, page_data
 
 X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -133,20 +131,6 @@ def test_missing_plotly_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None
 # -------------------------------------------------------------------- writing it
 
 
-def test_a_failed_writing_leaves_the_last_complete_file(tmp_path: Path) -> None:
-    path = tmp_path / "run.html"
-    path.write_text("complete")
-
-    def half(temporary: Path) -> None:
-        temporary.write_text("hal")
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        replace_file(path, half)
-    assert path.read_text() == "complete"
-    assert os.listdir(tmp_path) == ["run.html"]
-
-
 def test_a_page_is_rewritten_only_after_a_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr(page_module.time, "monotonic", lambda: clock[0])
@@ -180,35 +164,6 @@ def test_a_running_page_asks_the_browser_to_look_again_and_a_finished_one_does_n
     assert 'http-equiv="refresh"' in live.path.read_text()
     live.write(history_of(2, 1), about_run(None), "finished", last=True)
     assert 'http-equiv="refresh"' not in live.path.read_text()
-
-
-@pytest.mark.parametrize("name", ["file/run.html", "file/run.png", "folder.html", "run.doc", "run"])
-def test_a_path_that_cannot_be_written_is_found_before_anything_changes(name: str, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("a file, and no folder")
-    (tmp_path / "folder.html").mkdir()
-    module = Classifier(stack(Scaled))
-    before = {n: v.clone() for n, v in module.state_dict().items()}
-    with pytest.raises(ResInitError, match="report's path"):
-        trainer(tmp_path, ResidualInit(report=str(tmp_path / name))).fit(module, data(WIDTH))
-    assert all(torch.equal(v, before[n]) for n, v in module.state_dict().items())
-
-
-@pytest.mark.parametrize(("package", "ending"), [("plotly.offline", "html"), ("matplotlib.figure", "png")])
-def test_a_missing_package_is_found_at_setup(
-    package: str, ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ResInitError, match=r"lit-resinit\[report\]"):
-        trainer(tmp_path, ResidualInit(report=str(tmp_path / f"run.{ending}"))).fit(
-            Classifier(stack(Scaled)), data(WIDTH)
-        )
-
-
-@pytest.mark.parametrize("ending", ["png", "pdf", "svg"])
-def test_pictures_are_still_written(ending: str, tmp_path: Path) -> None:
-    path = tmp_path / "new" / f"run.{ending}"
-    trainer(tmp_path, ResidualInit(report=str(path))).fit(Classifier(stack(Scaled)), data(WIDTH))
-    assert path.read_bytes()[:4] in (b"\x89PNG", b"%PDF", b"<?xm")
 
 
 def test_a_run_writes_its_page_from_the_first_record_to_the_end(
@@ -257,16 +212,12 @@ def test_a_full_disk_does_not_stop_the_training(tmp_path: Path, monkeypatch: pyt
     assert len(callback.history)
 
 
-def test_a_good_path_is_left_as_it_is(tmp_path: Path) -> None:
-    path = tmp_path / "run.html"
-    path.write_text("older run")
-    check_report(path)
-    assert path.read_text() == "older run"
-
-
 # -------------------------------------------------------------------- in a browser
 
+
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed")
 
 
@@ -305,6 +256,7 @@ def run_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_browser
+@pytest.mark.browser
 def test_every_figure_is_drawn_without_network_or_complaint(browser: Any, run_page: Path) -> None:
     tab, trouble = shown(browser, run_page)
     assert trouble == []
@@ -316,6 +268,7 @@ def test_every_figure_is_drawn_without_network_or_complaint(browser: Any, run_pa
 
 
 @needs_browser
+@pytest.mark.browser
 def test_hovering_shows_block_step_and_values(browser: Any, run_page: Path) -> None:
     tab, _ = shown(browser, run_page)
     area = tab.locator("#map .nsewdrag").first.bounding_box()
@@ -327,6 +280,7 @@ def test_hovering_shows_block_step_and_values(browser: Any, run_page: Path) -> N
 
 
 @needs_browser
+@pytest.mark.browser
 def test_the_table_sorts_both_ways_with_unknown_last_and_filters(browser: Any, run_page: Path) -> None:
     tab, _ = shown(browser, run_page)
 
@@ -347,6 +301,7 @@ def test_the_table_sorts_both_ways_with_unknown_last_and_filters(browser: Any, r
 
 
 @needs_browser
+@pytest.mark.browser
 def test_a_phone_shows_it_without_scrolling_sideways(browser: Any, run_page: Path) -> None:
     tab, trouble = shown(browser, run_page, viewport={"width": 390, "height": 844})
     assert trouble == []
@@ -355,6 +310,7 @@ def test_a_phone_shows_it_without_scrolling_sideways(browser: Any, run_page: Pat
 
 
 @needs_browser
+@pytest.mark.browser
 def test_dark_mode_has_light_words_on_dark_ground(browser: Any, run_page: Path) -> None:
     def brightness(scheme: str) -> tuple[float, float]:
         tab, _ = shown(browser, run_page, color_scheme=scheme)
@@ -369,6 +325,7 @@ def test_dark_mode_has_light_words_on_dark_ground(browser: Any, run_page: Path) 
 
 
 @needs_browser
+@pytest.mark.browser
 def test_names_with_markup_are_shown_as_they_are(browser: Any, tmp_path: Path) -> None:
     name = "<img src=x onerror=document.title='broken'>"
     history = History([name])
@@ -381,6 +338,7 @@ def test_names_with_markup_are_shown_as_they_are(browser: Any, tmp_path: Path) -
 
 
 @needs_browser
+@pytest.mark.browser
 def test_an_empty_history_has_words_in_place_of_figures(browser: Any, tmp_path: Path) -> None:
     write_page(tmp_path / "run.html", History(["a", "b"]))
     tab, trouble = shown(browser, tmp_path / "run.html")

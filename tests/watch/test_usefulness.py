@@ -115,6 +115,7 @@ def test_correlation_is_that_of_scipy(ties: bool) -> None:
     assert [found.low, found.high] == pytest.approx(numpy.quantile(drawn, [0.025, 0.975]), abs=0.08)
 
 
+@pytest.mark.slow
 def test_about_one_in_twenty_random_orders_lies_beyond_chance() -> None:
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(200, 2, 15, generator=generator)

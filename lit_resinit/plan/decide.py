@@ -1,0 +1,256 @@
+"""The decision per branch: a table of schemes, each of which chooses gates among what the survey has found."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+from lit_resinit.find.gates import Gate, inserted_name, read_elsewhere
+from lit_resinit.find.streams import Addition
+from lit_resinit.find.tails import Tail, change_summands
+from lit_resinit.plan.survey import Survey
+from lit_resinit.plan.values import Action, Scheme
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decision:
+    """What is done with one branch, through which gates, and the end of the branch that they were chosen from."""
+
+    action: Action
+    gates: tuple[Gate, ...]
+    tail: Tail
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """What may be closed, once the branches to be touched are known.
+
+    Args:
+        survey: What is known.
+        chosen: The additions of these branches.
+        tails: The ends of all branches, without gates that the network reads elsewhere too.
+        scalable: The values that a scalar could multiply, of all chosen branches.
+    """
+
+    survey: Survey
+    chosen: Collection[int]
+    tails: Mapping[int, Tail]
+    scalable: Collection[int]
+
+    def is_closed(self, summand: Tail) -> bool:
+        """Whether a summand arrives closed: a second zero would kill it."""
+        return bool(summand.gates) and self.survey.zeros.at(summand.passed[0])
+
+
+def decide(survey: Survey, scheme: Scheme, chosen: Collection[int]) -> dict[int, Decision]:
+    """Decide for every branch, by the node of its addition."""
+    choice = _choose(survey, chosen)
+    decisions = {a.node: _decide(choice, scheme, a) for a in survey.additions}
+    scaled = _scaled(survey, decisions.values())
+    return {node: _with_shared_scalars(decision, scaled) for node, decision in decisions.items()}
+
+
+def _choose(survey: Survey, chosen: Collection[int]) -> Choice:
+    tails = [survey.tails[node] for node in chosen]
+    scalable = {node for tail in tails for part in (tail, *tail.summands()) for node in part.insertable}
+    gated = {part.gated_at for tail in tails for part in tail.summands() if part.gated_at is not None}
+
+    def without_shared(summand: Tail) -> Tail:
+        """Take back a gate that the network also reads where no branch of the plan is closed by it."""
+        for gate in summand.gates:
+            other = read_elsewhere(survey.graph, survey.readers, gate, survey.parameters[gate.parameter], gated)
+            if other is not None:
+                reason = f"{gate.parameter} is used elsewhere too"
+                return dataclasses.replace(summand, gates=(), stopped_by=other, reason=reason)
+        return summand
+
+    left = {node: change_summands(tail, without_shared) for node, tail in survey.tails.items()}
+    return Choice(survey, chosen, left, scalable)
+
+
+def _decide(choice: Choice, scheme: Scheme, addition: Addition) -> Decision:
+    closed, tail = choice.survey.closed[addition.node], choice.tails[addition.node]
+    if addition.node not in choice.chosen:
+        return Decision("excluded", closed or tail.every_gate, tail)
+    if closed:
+        return Decision("already_closed", closed, tail)
+    return SCHEMES[scheme](choice, addition, tail)
+
+
+# -------------------------------------------------------------------- schemes
+
+
+def _auto(choice: Choice, addition: Addition, tail: Tail) -> Decision:
+    """Zero a trailing norm or scale of each summand, else insert a scalar, else zero the last layer."""
+    whole = inserted_into(choice, tail) if _is_in_series(choice.survey, tail) else ()
+    if whole:
+        return Decision("insert", whole, tail)
+    gates: list[Gate] = []
+    actions: set[Action] = set()
+    for summand in tail.summands():
+        if choice.is_closed(summand):
+            gates += summand.gates
+            continue
+        action, own = _for_summand(choice, summand)
+        if not own:
+            return Decision("insert", _inserted(choice, tail), tail)
+        gates += own
+        actions.add(action)
+    return Decision(next((a for a in _FIRST if a in actions), "already_closed"), tuple(gates), tail)
+
+
+_FIRST: tuple[Action, ...] = ("insert", "last_layer", "zero")  # by which a branch with several is named
+
+
+def _for_summand(choice: Choice, summand: Tail) -> tuple[Action, tuple[Gate, ...]]:
+    trailing = _trailing(summand.gates)
+    if trailing:
+        return "zero", trailing
+    inserted = inserted_into(choice, summand)
+    return ("insert", inserted) if inserted else ("last_layer", summand.gates)
+
+
+def _zero(choice: Choice, addition: Addition, tail: Tail) -> Decision:
+    own = tail.every_gate
+    return Decision("zero", own if len(_trailing(own)) == len(own) else (), tail)
+
+
+def _insert(choice: Choice, addition: Addition, tail: Tail) -> Decision:
+    return Decision("insert", _inserted(choice, tail), tail)
+
+
+def _sqrt_depth(choice: Choice, addition: Addition, tail: Tail) -> Decision:
+    return Decision("sqrt_depth", _inserted(choice, tail), tail)
+
+
+def _last_layer(choice: Choice, addition: Addition, tail: Tail) -> Decision:
+    return Decision("last_layer", tail.every_gate, tail)
+
+
+def _downscale(choice: Choice, addition: Addition, tail: Tail) -> Decision:
+    return Decision("downscale", tail.every_gate, tail)
+
+
+def _observe(choice: Choice, addition: Addition, tail: Tail) -> Decision:
+    """Nothing is closed: any factor will do to name what should be zero."""
+    own = tail.every_gate or choice.survey.walks.of(addition, any_slope=True).every_gate
+    return Decision("observe", own, tail)
+
+
+SCHEMES: dict[Scheme, Callable[[Choice, Addition, Tail], Decision]] = {
+    "auto": _auto,
+    "zero": _zero,
+    "insert": _insert,
+    "last_layer": _last_layer,
+    "sqrt_depth": _sqrt_depth,
+    "downscale": _downscale,
+    "observe": _observe,
+}
+
+
+def _trailing(gates: tuple[Gate, ...]) -> tuple[Gate, ...]:
+    return tuple(g for g in gates if g.kind != "layer")
+
+
+def _is_in_series(survey: Survey, tail: Tail) -> bool:
+    """Whether one summand is computed from another: closing both would put two zeros in series."""
+    ends = {summand.passed[-1] for summand in tail.summands() if summand.passed}
+    if not tail.forks:
+        return False
+    nodes, lowest = survey.graph.nodes, min(ends)
+    for summand in tail.summands():
+        waiting, seen = list(nodes[summand.passed[-1]].inputs), set[int]()
+        while waiting:
+            node = waiting.pop()
+            if node in ends:
+                return True
+            new = [i for i in nodes[node].inputs if i >= lowest and i not in seen]
+            seen.update(new)
+            waiting += new
+    return False
+
+
+# -------------------------------------------------------------------- scalars to be inserted
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Place:
+    """A value that a module returns, as which of its tensors."""
+
+    module: str
+    position: int
+    node: int
+
+
+def _inserted(choice: Choice, tail: Tail) -> tuple[Gate, ...]:
+    """A scalar for each summand, where each has a place for one, else one for the whole."""
+    each = [s.gates if choice.is_closed(s) else inserted_into(choice, s) for s in tail.summands()]
+    return tuple(g for gates in each for g in gates) if all(each) else inserted_into(choice, tail)
+
+
+def inserted_into(choice: Choice, tail: Tail) -> tuple[Gate, ...]:
+    """A scalar on the output of the module nearest the branch's end, one with parameters if there is any."""
+    places = list(_places(choice, tail))
+    if not places:
+        return ()
+    modules = choice.survey.modules
+    place = next((p for p in places if next(iter(modules[p.module].parameters()), None) is not None), places[0])
+    name = f"{place.module}.{inserted_name(place.position)}"
+    folds = _folds_into(choice.survey, tail, place)
+    return (Gate("inserted", name, module=place.module, leaf=place.position, folds_into=folds),)
+
+
+def _places(choice: Choice, tail: Tail) -> Iterator[_Place]:
+    for node in tail.insertable:
+        for module, position in reversed(choice.survey.returned.get(node, ())):
+            place = _Place(module, position, node)
+            if _can_carry(choice, place, tail):
+                yield place
+
+
+def _can_carry(choice: Choice, place: _Place, tail: Tail) -> bool:
+    """Whether a scalar on a module's output multiplies ends of branches, and nothing else."""
+    survey, module = choice.survey, place.module
+    if not module or module not in survey.modules:
+        return False
+    readers = survey.readers[place.node]
+    if any(survey.graph.is_inside(r, module) for r in readers):
+        return False  # read before the module returns
+    sums = survey.names
+    return all(r in sums or r in tail.passed or r in choice.scalable for r in readers) and all(
+        place.position < len(nodes) and nodes[place.position] in choice.scalable for nodes in survey.called[module]
+    )
+
+
+def _folds_into(survey: Survey, tail: Tail, place: _Place) -> tuple[str, ...]:
+    """The parameters before the place in which its value is linear, where the module is all that reads them."""
+    nonlinear = tail.nonlinear_at is not None and tail.nonlinear_at < place.node
+    if nonlinear or len(tail.gates) != 1:
+        return ()
+    folds, calls = tail.gates[0].folds_into, len(survey.called[place.module])
+    nodes = (survey.parameters[name] for name in folds if name in survey.parameters)
+    return folds if all(len(survey.reads(node)) <= calls for node in nodes) else ()
+
+
+def _scaled(survey: Survey, decisions: Collection[Decision]) -> dict[int, Gate]:
+    """The values that inserted scalars multiply."""
+    inserted = [g for d in decisions if d.action == "insert" for g in d.gates]
+    return {
+        nodes[gate.leaf]: gate
+        for gate in inserted
+        for nodes in survey.called.get(gate.module, ())
+        if gate.leaf < len(nodes)
+    }
+
+
+def _with_shared_scalars(decision: Decision, scaled: Mapping[int, Gate]) -> Decision:
+    """A branch that passes a value scaled for another branch is closed by that scalar, not by a second zero."""
+    if decision.action not in ("zero", "last_layer", "insert"):
+        return decision
+    summands = [(s, next((scaled[n] for n in s.passed if n in scaled), None)) for s in decision.tail.summands()]
+    closed = [g for summand, scalar in summands if scalar is not None for g in summand.gates]
+    if not any(g in decision.gates for g in closed):
+        return decision
+    kept = [g for g in decision.gates if g not in closed]
+    shared = [scalar for _, scalar in summands if scalar is not None]
+    return Decision("insert", tuple(dict.fromkeys([*kept, *shared])), decision.tail)

@@ -1,0 +1,111 @@
+"""All that is known of a network before anything is decided."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+from lit_resinit.find.branches import Found, find
+from lit_resinit.find.closed import closed_gates, closed_injections
+from lit_resinit.find.gates import Gate
+from lit_resinit.find.streams import Addition, Link, Streams
+from lit_resinit.find.tails import Tail, Tails
+from lit_resinit.find.zeros import Zeros
+from lit_resinit.graph.values import Graph
+from lit_resinit.graph.where import clean_name
+from lit_resinit.plan.names import branch_names
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Survey:
+    """What a plan is made of, by the node of every addition where nothing else is said.
+
+    Args:
+        graph: The traced forward.
+        readers: For every node the nodes that read it.
+        modules: The modules by name.
+        parameters: The nodes of parameters by name.
+        streams: The residual additions on their streams.
+        additions: These, and what is added closed from elsewhere, in the order of execution.
+        walks: What follows a branch back from its end.
+        tails: The end of every branch.
+        closed: The gates of every branch that arrives closed.
+        names: The name of every branch.
+        zeros: What is zero for every input, with the parameters as they are.
+        called: What every call of a module returned, by the module's name.
+        returned: For a value the modules that return it, and as which of their tensors.
+    """
+
+    graph: Graph
+    readers: list[list[int]]
+    modules: Mapping[str, nn.Module]
+    parameters: dict[str, int]
+    streams: Streams
+    additions: tuple[Addition, ...]
+    walks: Tails
+    tails: dict[int, Tail]
+    closed: dict[int, tuple[Gate, ...]]
+    names: dict[int, str]
+    zeros: Zeros
+    called: dict[str, list[tuple[int, ...]]]
+    returned: dict[int, list[tuple[str, int]]]
+
+    def link(self, addition: Addition) -> Link:
+        """How an addition hangs on its stream; what is added closed from elsewhere starts one of its own."""
+        return self.streams.link(addition.node) if addition.node in self.streams else Link(addition.skip, None, ())
+
+    def reads(self, node: int) -> list[int]:
+        """The nodes that read a value, without statistics."""
+        return [r for r in self.readers[node] if self.graph.nodes[r].op != "statistic"]
+
+    def parameters_below(self, nodes: Iterable[int]) -> list[str]:
+        """The parameters that expressions are computed from."""
+        waiting, found = list(nodes), []
+        while waiting:
+            node = self.graph.nodes[waiting.pop()]
+            if node.op == "parameter":
+                found.append(node.name)
+            waiting += node.inputs
+        return found
+
+
+def survey(model: nn.Module, graph: Graph) -> Survey:
+    """Look at everything, once."""
+    parameters = {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
+    found, zeros = find(graph), Zeros(graph, parameters)
+    additions = _additions(graph, found, zeros)
+    walks = Tails(graph, found.facts.readers, found.streams)
+    tails = {a.node: walks.of(a) for a in additions}
+    called, returned = _outputs(graph)
+    return Survey(
+        graph=graph,
+        readers=found.facts.readers,
+        modules={clean_name(n): m for n, m in model.named_modules(remove_duplicate=False)},
+        parameters={n.name: n.index for n in graph.nodes if n.op == "parameter"},
+        streams=found.streams,
+        additions=additions,
+        walks=walks,
+        tails=tails,
+        closed={a.node: closed_gates(graph, zeros, a.branch) for a in additions},
+        names=branch_names(graph, additions, {node: tail.passed for node, tail in tails.items()}),
+        zeros=zeros,
+        called=called,
+        returned=returned,
+    )
+
+
+def _additions(graph: Graph, found: Found, zeros: Zeros) -> tuple[Addition, ...]:
+    everything = [*found.streams, *closed_injections(graph, found, zeros)]
+    return tuple(sorted(everything, key=lambda a: a.node))
+
+
+def _outputs(graph: Graph) -> tuple[dict[str, list[tuple[int, ...]]], dict[int, list[tuple[str, int]]]]:
+    called: dict[str, list[tuple[int, ...]]] = {}
+    returned: dict[int, list[tuple[str, int]]] = {}
+    for output in graph.outputs:
+        called.setdefault(output.module, []).append(output.nodes)
+        for position, node in enumerate(output.nodes):
+            returned.setdefault(node, []).append((output.module, position))
+    return called, returned

@@ -1,0 +1,64 @@
+"""Files that are replaced whole, and paths that are checked before anything changes."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from networks import WIDTH, Classifier, Scaled, data, stack, trainer
+
+from lit_resinit import ResidualInit, ResInitError
+from lit_resinit.report.files import check_report, replace_file
+
+# -------------------------------------------------------------------- writing it
+
+
+def test_a_failed_writing_leaves_the_last_complete_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.html"
+    path.write_text("complete")
+
+    def half(temporary: Path) -> None:
+        temporary.write_text("hal")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        replace_file(path, half)
+    assert path.read_text() == "complete"
+    assert os.listdir(tmp_path) == ["run.html"]
+
+
+@pytest.mark.parametrize("name", ["file/run.html", "file/run.png", "folder.html", "run.doc", "run"])
+def test_a_path_that_cannot_be_written_is_found_before_anything_changes(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a file, and no folder")
+    (tmp_path / "folder.html").mkdir()
+    module = Classifier(stack(Scaled))
+    before = {n: v.clone() for n, v in module.state_dict().items()}
+    with pytest.raises(ResInitError, match="report's path"):
+        trainer(tmp_path, ResidualInit(report=str(tmp_path / name))).fit(module, data(WIDTH))
+    assert all(torch.equal(v, before[n]) for n, v in module.state_dict().items())
+
+
+@pytest.mark.parametrize(("package", "ending"), [("plotly.offline", "html"), ("matplotlib.figure", "png")])
+def test_a_missing_package_is_found_at_setup(
+    package: str, ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ResInitError, match=r"lit-resinit\[report\]"):
+        trainer(tmp_path, ResidualInit(report=str(tmp_path / f"run.{ending}"))).fit(
+            Classifier(stack(Scaled)), data(WIDTH)
+        )
+
+
+@pytest.mark.parametrize("ending", ["png", "pdf", "svg"])
+def test_pictures_are_still_written(ending: str, tmp_path: Path) -> None:
+    path = tmp_path / "new" / f"run.{ending}"
+    trainer(tmp_path, ResidualInit(report=str(path))).fit(Classifier(stack(Scaled)), data(WIDTH))
+    assert path.read_bytes()[:4] in (b"\x89PNG", b"%PDF", b"<?xm")
+
+
+def test_a_good_path_is_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "run.html"
+    path.write_text("older run")
+    check_report(path)
+    assert path.read_text() == "older run"
