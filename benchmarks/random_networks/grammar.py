@@ -46,9 +46,10 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "no-op": ("none", "clone", "view", "cast", "transposed", "unsqueezed", "contiguous"),
     "skip no-op": ("none", "clone", "view", "cast", "transposed", "unsqueezed", "contiguous"),
     "layer": ("layer", "norm", "layer and gelu"),
+    "brackets": ("left", "right", "front"),
 }
 _DEPTH = 2  # of stacks in branches
-ITEMS = ("block", "layer", "loop", "halves", "two streams")
+ITEMS = ("block", "layer", "loop", "halves", "two streams", "parallel", "earlier", "memory")
 
 # What the package does not get right yet: (name of the choice, value); drawn only with ``everything``.
 OPEN: frozenset[tuple[str, Any]] = frozenset(
@@ -92,6 +93,10 @@ class Grammar:
             return {"item": kind, "steps": self._draw.choice((2, 3)), "block": self._block(0)}
         if kind in ("halves", "two streams"):
             return {"item": kind, "steps": self._choose("steps") if kind == "two streams" else 1}
+        if kind == "parallel":
+            return {"item": kind, "brackets": self._choose("brackets")}
+        if kind in ("earlier", "memory"):
+            return {"item": kind}
         return self._block(depth)
 
     def _block(self, depth: int) -> Spec:
@@ -137,6 +142,10 @@ def _additions_of(item: Spec) -> int:
         return item["steps"] * _additions_of(item["block"])
     if kind in ("halves", "two streams"):
         return 2 * item["steps"]
+    if kind == "parallel":  # ``(x + f) + g`` are two, ``x + (f + g)`` is one branch with two summands
+        return 2 if item["brackets"] == "left" else 1
+    if kind == "earlier":
+        return 2
     return 1 + sum(_additions_of(i) for i in item.get("items", ()))
 
 

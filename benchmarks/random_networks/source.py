@@ -138,7 +138,48 @@ class Writer:
             return self._halves(name, value)
         if kind == "two streams":
             return self._two_streams(item, name, value)
+        if kind in ("parallel", "earlier", "memory"):
+            return getattr(self, f"_{kind}")(item, name, value)
         return self._block(item, name, value)
+
+    def _function(self, name: str, into: int = 8) -> str:
+        """The line that makes a small branch."""
+        return f"self.{name} = nn.Sequential({self._linear(into, 8)}, nn.GELU(), {self._linear()})"
+
+    def _parallel(self, item: Spec, name: str, value: str) -> _Code:
+        code = _Code()
+        code.init += [self._function(f"{name}_f"), self._function(f"{name}_g")]
+        f, g = (f"self.{name}_{own}(n)" for own in "fg")
+        code.forward.append(f"n = {value}")
+        code += self._norm(f"{name}_norm", "n")
+        total = {
+            "left": f"{value} + {f} + {g}",
+            "right": f"{value} + ({f} + {g})",
+            "front": f"({f} + {g}) + {value}",
+        }[item["brackets"]]
+        code.forward.append(f"{value} = {value if self.closed else total}")
+        return code
+
+    def _earlier(self, item: Spec, name: str, value: str) -> _Code:
+        """A second branch that reads what the first one read."""
+        code = _Code()
+        code.init += [self._function(f"{name}_f"), self._function(f"{name}_g")]
+        code.forward += [
+            f"before = {value}",
+            self._sum(value, value, f"self.{name}_f({value})"),
+            self._sum(value, value, f"self.{name}_g(before)"),
+        ]
+        return code
+
+    def _memory(self, item: Spec, name: str, value: str) -> _Code:
+        """A branch that also reads something that is no stream."""
+        code = _Code()
+        code.init += [f"self.{name}_memory = {self._linear()}", self._function(f"{name}_f", 16)]
+        code.forward += [
+            f"memory = self.{name}_memory({value})",
+            self._sum(value, value, f"self.{name}_f(torch.cat(({value}, memory), {self.axis}))"),
+        ]
+        return code
 
     def _loop(self, item: Spec, name: str, value: str) -> _Code:
         inner = self._block({**item["block"], "wrapping": "inline"}, "f", "x")
@@ -168,7 +209,7 @@ class Writer:
         for step in range(item["steps"]):
             for own, into, source in (("f", value, "y"), ("g", "y", value)):
                 part = f"{name}_{own}{step}"
-                code.init.append(f"self.{part} = nn.Sequential({self._linear()}, nn.GELU(), {self._linear()})")
+                code.init.append(self._function(part))
                 code.forward.append(self._sum(into, into, f"self.{part}({source})"))
         code.forward.append(f"{value} = self.{name}_out(torch.cat(({value}, y), {self.axis}))")
         return code
