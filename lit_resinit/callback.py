@@ -11,7 +11,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from lit_resinit.errors import GradientError, IdentityError, NoBranchError, ResInitError, TraceError, warn
-from lit_resinit.graph.trace import Run, call_model
+from lit_resinit.graph.tensors import end_measuring
 from lit_resinit.graph.where import clean_name
 from lit_resinit.judge.gradients import SLOW, GradientReport
 from lit_resinit.judge.identity import IdentityReport
@@ -35,7 +35,10 @@ from lit_resinit.report.figures import activation_figure, takes_figures
 from lit_resinit.report.files import check_report, is_page, replace_file
 from lit_resinit.report.page import LivePage, about_run, clock, later
 from lit_resinit.report.tables import history_table
-from lit_resinit.trainer.inputs import candidates, few_batches, give_back_loader, training_loss, training_step
+from lit_resinit.trainer.batches import give_back_loader
+from lit_resinit.trainer.copies import fitting_plan
+from lit_resinit.trainer.inputs import apart, candidates, few_batches, training_loss
+from lit_resinit.trainer.ranks import agreed_plan
 from lit_resinit.trainer.setups import may_come_later, refuse_copies, refuse_sharded, refuse_strategy
 from lit_resinit.watch.history import History, to_record
 from lit_resinit.watch.logs import metrics
@@ -234,6 +237,7 @@ class ResidualInit(Callback):
 
     def _prepare(self, trainer: Any, pl_module: nn.Module, late: bool = False) -> None:
         plan = self._plan(trainer, pl_module, self.scheme)
+        plan = fitting_plan(pl_module, plan, lambda scheme: self._plan(trainer, pl_module, scheme))
         if late and any(b.action in ("insert", "sqrt_depth") for b in plan.branches):
             raise ResInitError(
                 "closing the gates: expected the network and a batch when the callback is set up, found them only "
@@ -252,12 +256,16 @@ class ResidualInit(Callback):
         self._accept(plan)
 
     def _plan(self, trainer: Any, pl_module: nn.Module, scheme: Scheme) -> ResidualPlan:
+        """The plan of all ranks."""
         check_arguments(pl_module, scheme, self.include, self.exclude)
+        return agreed_plan(trainer, pl_module, lambda: self._own_plan(trainer, pl_module, scheme))
+
+    def _own_plan(self, trainer: Any, pl_module: nn.Module, scheme: Scheme) -> ResidualPlan:
         tried: list[str] = []
-        for what, inputs in candidates(trainer, pl_module, self.example_inputs, tried):
-            run: Run = call_model if what != "a batch of the training data" else training_step(trainer)
+        for what, inputs, run in candidates(trainer, pl_module, self.example_inputs, tried):
             try:
-                return plan_forward(pl_module, inputs, {}, run, scheme, self.include, self.exclude)
+                with apart(trainer, pl_module):
+                    return plan_forward(pl_module, inputs, {}, run, scheme, self.include, self.exclude)
             except TraceError as error:
                 tried.append(f"{what}: {error}")
         raise TraceError(
@@ -544,6 +552,7 @@ class ResidualInit(Callback):
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
         """Leave no hook or mode behind, and a page that says what stopped the run."""
+        end_measuring()
         self._watch.stop()
         self._stop_explaining()
         give_back_loader(trainer, pl_module)

@@ -1,22 +1,33 @@
-"""What is put back after a forward that nobody is to notice: generators, buffers, gradients, attributes."""
+"""What is put back after a forward that nobody is to notice: generators, tensors, gradients, attributes."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import enum
+import functools
 import gc
+import io
+import operator
 import random
 import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-# Parameters, buffers, sub-modules and hooks of a module lie in such containers too.
-_CONTAINERS = (dict, collections.OrderedDict, list, set)
+from lit_resinit.graph.tensors import local
 
+_DATA = 1_000  # elements; a container or tensor of data that is larger holds data, and no state of whoever reads them
+_MOST = 100_000  # objects looked at below what holds data
 _ALL_ONES = 0x12DD9BB3  # what a Mersenne Twister holds where it gives 32 ones
+
+_ATOMS = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(Ellipsis)}
+_EMPTY = {dict, list, set, collections.OrderedDict}  # most of what a module holds is an empty one of these
+_CLOSED = (type, types.ModuleType, types.BuiltinFunctionType, range, slice, enum.Enum)  # nobody's state
+_STREAMS = ("__next__", "read", "recv")
 
 
 @contextlib.contextmanager
@@ -58,29 +69,6 @@ def keep_rng() -> Iterator[None]:
             torch.cuda.set_rng_state_all(device)
 
 
-@contextlib.contextmanager
-def keep_state(model: nn.Module) -> Iterator[None]:
-    """Put buffers, gradients, training flags and attributes of every module back, with what is in their containers."""
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    grads = [(p, p.grad) for p in model.parameters()]
-    attributes = [(vars(m), dict(vars(m))) for m in model.modules()]
-    containers = {id(v): (v, v.copy()) for _, own in attributes for v in own.values() if type(v) in _CONTAINERS}
-    try:
-        yield
-    finally:
-        for current, own in attributes:
-            current.clear()
-            current.update(own)
-        for current, content in containers.values():
-            current.clear()
-            current.extend(content) if isinstance(current, list) else current.update(content)
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-        for parameter, grad in grads:
-            parameter.grad = grad
-
-
 def host_random_state() -> tuple[Any, ...]:
     """Where the generators of Python and, where it is loaded, numpy stand."""
     numpy = sys.modules.get("numpy")
@@ -88,3 +76,251 @@ def host_random_state() -> tuple[Any, ...]:
         return random.getstate(), None
     _, words, *rest = numpy.random.get_state()
     return random.getstate(), (words.tobytes(), *rest)
+
+
+@contextlib.contextmanager
+def keep_state(model: nn.Module) -> Iterator[None]:
+    """Put everything back that a model holds: parameters, buffers, gradients, flags, attributes and what is in them."""
+    kept = Kept(model)
+    try:
+        yield
+    finally:
+        kept.put_back()
+
+
+# -------------------------------------------------------------------- what objects hold
+
+
+class Kept:
+    """What objects hold now, with everything below them, to be put back later.
+
+    Followed are attributes, containers, tensors, arrays and generators of random numbers, and below data also what a
+    function remembers. Nothing is called on the way but what reads a state.
+
+    Args:
+        roots: The objects.
+        apart: Objects that are not looked into.
+        data: Whether the objects hold data: tensors and containers of more than a thousand elements then count as
+            such and not as a state, so that nothing large is copied.
+
+    Attributes:
+        streams: Kinds of what was met that moves on and cannot be put back: a generator, a file, a socket.
+    """
+
+    def __init__(self, *roots: Any, apart: tuple[Any, ...] = (), data: bool = False) -> None:
+        self.streams: list[str] = []
+        self._data = data
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._containers: list[tuple[Any, Any]] = []
+        self._tensors: list[_KeptTensor] = []
+        self._others: list[Any] = []  # functions without arguments that put one thing back
+        self._empty: list[Any] = []
+        self._apart = apart
+        with torch.no_grad():
+            self._look(list(roots))
+
+    def put_back(self) -> None:
+        """Make everything what it was; what did not change is not touched."""
+        for current, before in self._attributes:
+            if not _equal(current, before):
+                current.clear()
+                current.update(before)
+        for container in self._empty:
+            if container:
+                container.clear()
+        for container, content in self._containers:
+            _refill(container, content)
+        with torch.no_grad():
+            for tensor in self._tensors:
+                tensor.put_back()
+        for put_back in self._others:
+            put_back()
+
+    def _look(self, stack: list[Any]) -> None:
+        seen = {id(x) for x in self._apart}
+        while stack and not (self._data and len(seen) > _MOST):
+            value = stack.pop()
+            kind, key = type(value), id(value)
+            if kind in _ATOMS or key in seen:
+                continue
+            seen.add(key)
+            if kind in _EMPTY and not value:
+                self._empty.append(value)
+            else:
+                stack += self._keep(value)
+
+    def _keep(self, value: Any) -> Any:
+        """Note one object, and return what is to be looked at next."""
+        if isinstance(value, nn.Module):
+            return self._keep_attributes(value)
+        if isinstance(value, dict | list | set | collections.deque):
+            return self._keep_container(value)
+        if isinstance(value, Tensor):
+            return self._keep_tensor(value)
+        if isinstance(value, tuple | frozenset):
+            return value if self._is_looked_into(value) else ()
+        if isinstance(value, types.FunctionType):  # what it remembers is its maker's
+            return self._keep_function(value) if self._data else ()
+        if isinstance(value, _CLOSED) or getattr(type(value), "outside_the_network", False):
+            return ()
+        if isinstance(value, types.MethodType):
+            return (value.__self__, value.__func__)
+        if isinstance(value, functools.partial):
+            return (value.func, value.args, value.keywords)
+        if self._keep_generator(value):
+            return ()
+        if _is_stream(value):
+            self.streams.append(type(value).__name__)
+            return ()
+        return self._keep_attributes(value)
+
+    def _keep_attributes(self, value: Any) -> Any:
+        own = getattr(value, "__dict__", None)
+        slots = [n for c in type(value).__mro__ for n in _slots(c) if hasattr(value, n)]
+        if slots:
+            before = {n: getattr(value, n) for n in slots}
+            self._others.append(functools.partial(_set_all, value, before))
+        if not isinstance(own, dict):
+            return before.values() if slots else ()
+        before_own = dict(own)
+        self._attributes.append((own, before_own))
+        return [*before_own.values(), *before.values()] if slots else before_own.values()
+
+    def _keep_container(self, value: Any) -> Any:
+        content = (
+            dict(value) if isinstance(value, dict) else set(value) if isinstance(value, set) else list(value)
+        ) or None
+        self._containers.append((value, content))
+        if content is None or not self._is_looked_into(value):
+            return ()
+        return content.values() if isinstance(content, dict) else content
+
+    def _is_looked_into(self, value: Any) -> bool:
+        return not self._data or len(value) <= _DATA
+
+    def _keep_tensor(self, value: Tensor) -> Any:
+        if self._data and (value.is_nested or value.numel() > _DATA):
+            return ()
+        kept = _KeptTensor(value)
+        self._tensors.append(kept)
+        return () if kept.grad is None else (kept.grad,)
+
+    def _keep_function(self, value: Any) -> Any:
+        found: list[Any] = [*vars(value).values(), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # an empty cell
+                content = cell.cell_contents
+                found.append(content)
+                self._others.append(functools.partial(setattr, cell, "cell_contents", content))
+        return found
+
+    def _keep_generator(self, value: Any) -> bool:
+        """Generators of random numbers, and numpy's arrays."""
+        numpy = sys.modules.get("numpy")
+        if isinstance(value, torch.Generator):
+            self._others.append(functools.partial(value.set_state, value.get_state()))
+        elif isinstance(value, random.Random):
+            self._others.append(functools.partial(value.setstate, value.getstate()))
+        elif numpy is not None and isinstance(value, numpy.random.Generator):
+            self._others.append(functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+        elif numpy is not None and isinstance(value, numpy.random.RandomState):
+            self._others.append(functools.partial(value.set_state, value.get_state()))
+        elif numpy is not None and isinstance(value, numpy.ndarray):
+            if value.flags.writeable and not (self._data and value.size > _DATA):
+                self._others.append(functools.partial(numpy.copyto, value, value.copy()))
+        else:
+            return False
+        return True
+
+
+class _KeptTensor:
+    """Value, gradient, memory and flag of one tensor."""
+
+    __slots__ = ("flag", "grad", "memory", "tensor", "value", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.grad = tensor, tensor.grad if tensor.is_leaf else None
+        self.flag, self.version = tensor.requires_grad, _version(tensor)
+        self.memory: Tensor | None = None
+        self.value: Tensor | None = None
+        try:
+            self.memory = tensor.detach()
+            self.value = self.memory.clone()
+        except (RuntimeError, NotImplementedError, ValueError):  # a parameter without a shape yet
+            self.value = None
+
+    def put_back(self) -> None:
+        tensor = self.tensor
+        if self.memory is not None and self.value is not None:
+            if not _same_memory(tensor, self.memory):
+                tensor.data = self.memory
+            if not _same_values(tensor, self.value, self.version):
+                tensor.detach().copy_(self.value)
+        if tensor.is_leaf:
+            if tensor.grad is not self.grad:
+                tensor.grad = self.grad
+            if tensor.requires_grad != self.flag:
+                tensor.requires_grad_(self.flag)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _same_memory(left: Tensor, right: Tensor) -> bool:
+    try:
+        return left.data_ptr() == right.data_ptr() and left.shape == right.shape
+    except (RuntimeError, NotImplementedError):  # tensors without storage, or made of several
+        return True
+
+
+def _same_values(left: Tensor, right: Tensor, version: int) -> bool:
+    try:
+        return torch.equal(local(left.detach()), local(right))
+    except (RuntimeError, NotImplementedError, AttributeError):  # kinds of tensors that cannot be compared
+        return _version(left) == version
+
+
+def _equal(current: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Whether every name stands for the very object that it stood for."""
+    same = len(current) == len(before) and all(map(operator.is_, current.values(), before.values()))
+    return same and all(map(operator.eq, current, before))
+
+
+def _refill(container: Any, content: Any) -> None:
+    if not container and not content:
+        return
+    if isinstance(container, dict):
+        if not _equal(container, content or {}):
+            kind = collections.OrderedDict if isinstance(container, collections.OrderedDict) else dict
+            kind.clear(container)
+            kind.update(container, content or {})
+    elif isinstance(container, set):
+        set.clear(container)
+        set.update(container, content or ())
+    elif len(container) != len(content or ()) or any(x is not y for x, y in zip(container, content, strict=True)):
+        kind_of_list: Any = list if isinstance(container, list) else collections.deque
+        kind_of_list.clear(container)
+        kind_of_list.extend(container, content or ())
+
+
+def _set_all(value: Any, before: dict[str, Any]) -> None:
+    for name, content in before.items():
+        if getattr(value, name, None) is not content:
+            object.__setattr__(value, name, content)
+
+
+@functools.cache
+def _slots(kind: type) -> tuple[str, ...]:
+    """Names of attributes that instances hold outside their dictionary; none of classes written in C."""
+    found = vars(kind).get("__slots__", ())
+    names = (found,) if isinstance(found, str) else tuple(found)
+    return tuple(n for n in names if not n.startswith("__"))
+
+
+def _is_stream(value: Any) -> bool:
+    """Whether something moves on when it is read: an iterator that is not made of attributes, a file, a socket."""
+    if isinstance(value, io.IOBase):
+        return True
+    made_of_attributes = hasattr(value, "__dict__")
+    return any(hasattr(type(value), n) for n in (_STREAMS[1:] if made_of_attributes else _STREAMS))

@@ -24,6 +24,11 @@ _LOTS = 1000  # lots that are set at most: a loop may wait for another one
 _DEVICE = torch.ops.prim.device.default
 
 
+def takes_hooks(module: nn.Module) -> bool:
+    """Whether hooks can be registered on a module; scripted ones take none, and run as one piece."""
+    return not isinstance(module, torch.jit.ScriptModule)
+
+
 def _holds_tensor(argument: Any) -> bool:
     return any(isinstance(t, Tensor) for t in tree_iter(argument))
 
@@ -75,7 +80,8 @@ class Recorder(TorchDispatchMode):
         self._memory: dict[int, _Storage] = {}
         self._objects: dict[int, tuple[Any, int]] = {}
         self._modules = {clean_name(name): module for name, module in model.named_modules()}
-        self._noted = [m for m in model.modules() if not hasattr(m, "_orig_mod")] if note_outputs else []
+        noted = (m for m in model.modules() if not hasattr(m, "_orig_mod") and takes_hooks(m))
+        self._noted = list(noted) if note_outputs else []
         self._hooks: list[Any] = []
         self._strangers: set[int] = set()
         if original is not None:

@@ -21,9 +21,11 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Of a sharded tensor the part that this rank holds; any other tensor as it is."""
+    """Of a sharded tensor the part that this rank holds, of a jagged one its values; any other tensor as it is."""
     part: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part
+    jagged = part.is_nested and part.layout is torch.jagged
+    values: Tensor = getattr(part, "_values") if jagged else part  # noqa: B009 - typed as a method
+    return values
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -60,6 +62,10 @@ def covers_memory(tensor: Tensor) -> bool:
 
 class _Measuring(threading.local):
     active = False
+    graded = True  # whether gradients were enabled before the outermost measurement
+
+    def __init__(self) -> None:
+        self.guards: list[Any] = []
 
 
 _measuring = _Measuring()
@@ -68,18 +74,29 @@ _measuring = _Measuring()
 class measuring:  # noqa: N801 - used as a function
     """Operations inside are this package's own measurements: no gradient, and no mode of any kind sees them."""
 
-    __slots__ = ("_before", "_grad", "_guard")
+    __slots__ = ("_before", "_grad")
 
     def __enter__(self) -> None:
-        self._before, _measuring.active = _measuring.active, True
-        self._grad = torch.is_grad_enabled()
+        self._before, self._grad = _measuring.active, torch.is_grad_enabled()
+        if not self._before:
+            _measuring.graded = self._grad
+        _measuring.active = True
         torch._C._set_grad_enabled(False)
-        self._guard = torch._C._DisableTorchDispatch()
+        _measuring.guards.append(torch._C._DisableTorchDispatch())
 
     def __exit__(self, *exc: Any) -> None:
-        del self._guard
+        _measuring.guards.pop()
         torch._C._set_grad_enabled(self._grad)
         _measuring.active = self._before
+
+
+def end_measuring() -> None:
+    """End a measurement that an interrupt cut off between two lines, which would blind everything after it."""
+    if _measuring.active:
+        while _measuring.guards:
+            _measuring.guards.pop()
+        torch._C._set_grad_enabled(_measuring.graded)
+        _measuring.active = False
 
 
 def is_not_forward(func: OpOverload) -> bool:

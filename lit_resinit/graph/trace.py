@@ -15,8 +15,10 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from lit_resinit.errors import TraceError
+from lit_resinit.graph.eager import eager, signals_held
 from lit_resinit.graph.keep import cast_lots, host_random_state, keep_rng, keep_state
 from lit_resinit.graph.record import Recorder
+from lit_resinit.graph.tensors import end_measuring
 from lit_resinit.graph.values import Graph
 
 _DRAWS = 6  # more forwards where one draws lots (layer drop), the fullest of which is kept
@@ -34,8 +36,8 @@ def trace(
 ) -> Graph:
     """Record one training-mode forward as a graph, and leave no trace of it.
 
-    Tried in order: a copy made of fake tensors, which computes nothing; a real forward of a copy that shares the
-    parameters, where the code looks at values; a real forward of the model itself with its state put back.
+    Tried in order: a copy made of fake tensors, which computes nothing; a real forward of a copy, where the code looks
+    at values; a real forward of the model itself, with all that it holds put back. Ctrl-C waits for the fake tensors.
 
     Args:
         model: Any module; it is not changed.
@@ -54,11 +56,12 @@ def trace(
         >>> [node.op for node in graph.nodes]
         ['parameter', 'parameter', 'input', 'view', 'mm', 'add']
     """
+    end_measuring()
     kwargs = kwargs or {}
     first: BaseException | None = None
     for attempt in (_trace_fake, _trace_copy, _trace_in_place):
         try:
-            with keep_rng(), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+            with keep_rng(), torch.inference_mode(False), torch.enable_grad(), eager():
                 return _fullest(functools.partial(attempt, model, args, kwargs, run))
         except Exception as error:  # the next attempt decides; the last error is the forward's own
             first = error
@@ -89,6 +92,11 @@ def _fullest(attempt: Callable[[float | None], Graph]) -> Graph:
 
 
 def _trace_fake(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, lot: float | None) -> Graph:
+    with signals_held():
+        return _record_fake(model, args, kwargs, run, lot)
+
+
+def _record_fake(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, lot: float | None) -> Graph:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memo = {id(t): mode.from_tensor(t.detach()) for t in _computed_attributes(model)}
     memo |= {id(t): mode.from_tensor(t) for t in (*model.parameters(), *model.buffers())}
@@ -114,9 +122,8 @@ def _quiet(logger: logging.Logger) -> Iterator[None]:
 
 
 def _trace_copy(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, lot: float | None) -> Graph:
-    memo: dict[int, Any] = {id(p): p for p in model.parameters()}
-    memo |= {id(t): t.detach().clone() for t in _computed_attributes(model)}
-    twin = copy.deepcopy(model, memo)
+    memo: dict[int, Any] = {id(t): t.detach().clone() for t in _computed_attributes(model)}
+    twin = copy.deepcopy(model, memo)  # parameters too: the step may write them, or initialise them from the data
     _train_like(twin)
     return _record_real(twin, args, kwargs, run, lot, model)
 

@@ -18,7 +18,7 @@ from lit_resinit.graph import ops
 from lit_resinit.graph.tensors import is_sharded, peak_of, to_host, whole
 from lit_resinit.graph.where import clean_name
 from lit_resinit.judge.flow import BY_BATCH, Flow, Reason
-from lit_resinit.plan.values import Branch, ResidualPlan
+from lit_resinit.plan.values import Branch, ResidualPlan, check_plan
 from lit_resinit.words import in_columns, together, without_numbers
 
 Status = Literal["alive", "asleep", "dead", "missing", "nonfinite", "exploding"]
@@ -166,6 +166,7 @@ def check_gradients(model: nn.Module, plan: ResidualPlan, flow: Flow | None = No
         >>> {g.status for g in check_gradients(layer, plan).gates.values()}
         {'alive'}
     """
+    check_plan(model, plan)
     return _Judge(model, plan, flow).report()
 
 

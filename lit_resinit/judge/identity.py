@@ -15,13 +15,14 @@ from torch.utils._pytree import tree_iter
 from lit_resinit.errors import IdentityError
 from lit_resinit.find.gates import Gate, holds
 from lit_resinit.graph import ops
+from lit_resinit.graph.eager import eager
 from lit_resinit.graph.keep import keep_rng, keep_state, no_collection
 from lit_resinit.graph.record import Recorder
 from lit_resinit.graph.tensors import as_wide, local, mean_and_variance, measuring, peak_of, to_host, whole
 from lit_resinit.graph.values import Call
 from lit_resinit.graph.where import Address, clean_name
 from lit_resinit.plan.make import as_arguments
-from lit_resinit.plan.values import CONSTANT_SCHEMES, Branch, ResidualPlan
+from lit_resinit.plan.values import CONSTANT_SCHEMES, Branch, ResidualPlan, check_plan
 from lit_resinit.words import together, without_numbers
 
 Cause = Literal["unzeroed scale", "bias after scale", "ungated branch", "nonfinite branch", "stream changed"]
@@ -342,8 +343,9 @@ def check_identity(
         >>> check_identity(apply_(layer, plan), plan, x).ok
         True
     """
+    check_plan(model, plan)
     arguments = as_arguments(args)
-    with no_collection(), keep_rng(), keep_state(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with no_collection(), keep_rng(), keep_state(model), torch.no_grad(), eager():
         model.train()
         report = _run_probe(model, plan, arguments, kwargs or {}, values=False)
         if any(b.cause == "nonfinite branch" for b in report.branches):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from lit_resinit.graph.eager import eager
 from lit_resinit.judge.gradients import GradientReport, check_gradients
 from lit_resinit.judge.identity import IdentityReport
 from lit_resinit.judge.probe import GradientProbe
-from lit_resinit.plan.values import ResidualPlan
+from lit_resinit.plan.values import ResidualPlan, check_plan
 
 
 class Observation:
@@ -49,8 +51,8 @@ class Observation:
 
     def start(self) -> None:
         """Begin to observe."""
-        self._exit.enter_context(torch.compiler.set_stance("force_eager"))
         self._probe = GradientProbe(self._model, self._plan, self._inputs)
+        self._exit.enter_context(eager())
         self._exit.enter_context(self._probe)
 
     def stop(self) -> None:
@@ -64,7 +66,10 @@ class Observation:
         self.stop()
         if self._probe is not None:
             _ = self.identity
-            self._gradients = check_gradients(self._model, self._plan, self._probe.flow())
+            flow = self._probe.flow()
+            report = check_gradients(self._model, self._plan, flow)
+            reached = any(isinstance(target, str) for target in flow.edges)  # a parameter of this model
+            self._gradients = report if reached else _without_backward(report)
         self.close()
 
     def link(self, loss: Tensor) -> None:
@@ -78,6 +83,20 @@ class Observation:
         if self._probe is not None:
             self.graph = self._probe.release()
             self._probe = None
+
+
+def _without_backward(report: GradientReport) -> GradientReport:
+    """No gradient is of this step: what an earlier one left says nothing of it."""
+    why = "no backward of this model ran inside the block; the gradient on it is of an earlier step"
+    remedy = "run one forward and `loss.backward()` of this model inside `with observe(...)`"
+    return GradientReport(
+        {
+            name: gate
+            if math.isnan(gate.size)
+            else dataclasses.replace(gate, status="missing", cause=why, source="", waits_for=None, remedy=remedy)
+            for name, gate in report.gates.items()
+        }
+    )
 
 
 @contextlib.contextmanager
@@ -113,6 +132,7 @@ def observe(model: nn.Module, plan: ResidualPlan, inputs: Any = ()) -> Iterator[
     Reference:
         Pradeep (2026), A zero-initialised layer learns only through a nonzero path.
     """
+    check_plan(model, plan)
     seen = Observation(model, plan, inputs)
     seen.start()
     try:

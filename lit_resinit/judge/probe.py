@@ -145,7 +145,7 @@ class GradientProbe(IdentityProbe):
             own = self._model_parameters.get(name) if name is not None else None
             if name is not None and own is not None and id(own) == id(variable):
                 self._watch_hooks(name, own, target, grad)
-            if key is None:
+            if key is None or key == call:  # two functions of one operation: a tensor subclass is a view of the result
                 continue
             self._edges.append((call, key, self._push(peak)))
             self._sent.setdefault(id(target), []).append(self._edges[-1][2])

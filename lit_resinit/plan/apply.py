@@ -13,7 +13,7 @@ from lit_resinit.graph.where import clean_name, is_below
 from lit_resinit.plan.evidence import check_untrained
 from lit_resinit.plan.hooks import ConstantHook, GateHook, attach, insert_gate
 from lit_resinit.plan.mark import mark_applied
-from lit_resinit.plan.values import Branch, ResidualPlan
+from lit_resinit.plan.values import Branch, ResidualPlan, check_plan
 
 
 class ScalarGate(nn.Module):
@@ -74,6 +74,7 @@ def apply_(model: nn.Module, plan: ResidualPlan, *, overwrite_trained: bool = Fa
         >>> [g.parameter for g in plan.gates]
         ['self_attn.residual_gate', 'linear2.residual_gate']
     """
+    check_plan(model, plan)
     parameters = {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
     modules = {clean_name(n): m for n, m in model.named_modules(remove_duplicate=False)}
     todo = [b for b in plan.active if b.action not in ("already_closed", "observe")]

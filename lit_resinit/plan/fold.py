@@ -38,6 +38,8 @@ def fold_(model: nn.Module) -> list[str]:
         >>> fold_(layer)
         ['self_attn.residual_gate', 'linear2.residual_gate']
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"Expected argument `model` to be a torch.nn.Module but got {type(model).__name__}")
     parameters = {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
     uses = Counter(id(parameter) for parameter in parameters.values())
     found = [(clean_name(n), m, key, hook) for n, m in model.named_modules() for key, hook in gate_hooks(m)]

@@ -60,7 +60,8 @@ def _scaled(output: Any, position: int, factor: Tensor | float) -> Any:
 
 def insert_gate(module: nn.Module, hook: GateHook, device: torch.device, trains: bool = True) -> None:
     """Register the scalar, at zero, and the hook that multiplies by it."""
-    gate = nn.Parameter(torch.zeros(1, device=device), requires_grad=trains)
+    with torch.inference_mode(False):  # a parameter made inside of one could never be trained
+        gate = nn.Parameter(torch.zeros(1, device=device), requires_grad=trains)
     module.register_parameter(inserted_name(hook.leaf), gate)
     attach(module, hook)
 

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, Literal
 
+from torch import nn
+
 from lit_resinit.find.gates import Gate
 from lit_resinit.graph.where import Address
 from lit_resinit.words import in_columns, in_common, together, without_numbers
@@ -134,6 +136,16 @@ class ResidualPlan:
             "streams": [_plain_stream(s) for s in self.streams],
             "after_last": {k: list(v) for k, v in self.after_last.items()},
         }
+
+
+def check_plan(model: object, plan: object) -> None:
+    """Raise for what is no model, and for what is no plan."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"Expected argument `model` to be a torch.nn.Module but got {type(model).__name__}")
+    if not isinstance(plan, ResidualPlan):
+        raise TypeError(
+            f"Expected argument `plan` to be a ResidualPlan but got {type(plan).__name__}; make one with `make_plan`"
+        )
 
 
 def _plain(branch: Branch) -> dict[str, Any]:

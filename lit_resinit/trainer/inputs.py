@@ -1,150 +1,61 @@
-"""Inputs for the trace: a small batch from the training data, and a training step that leaves no trace."""
+"""Inputs for the trace, and a training step that leaves no trace."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lit_resinit.errors import NoBranchError, ResInitError, TraceError
-from lit_resinit.graph.keep import keep_rng
+from lit_resinit.graph.trace import Run
 from lit_resinit.plan.make import as_arguments
+from lit_resinit.trainer.batches import SMALL, replace_loader, take_batch, training_loader
+from lit_resinit.trainer.standin import Optimizers, Silent, declared_optimizers, stand_in
 
-SMALL = 4  # items; batch statistics need more than one
+_SILENCED = ("log", "log_dict", "print", "manual_backward", "toggle_optimizer", "untoggle_optimizer", "clip_gradients")
 
 
-def candidates(trainer: Any, module: Any, example_inputs: Any, tried: list[str]) -> Any:
-    """(what, positional inputs) in the order in which they are tried."""
+def candidates(trainer: Any, module: Any, example_inputs: Any, tried: list[str]) -> Iterator[tuple[str, Any, Run]]:
+    """(what, positional inputs, what runs on them) in the order in which they are tried."""
     if example_inputs is not None:
-        yield "example_inputs", as_arguments(example_inputs)
+        yield "example_inputs", as_arguments(example_inputs), plain_forward(trainer)
         return
     array = getattr(module, "example_input_array", None)
     if array is not None:
-        yield "example_input_array", (array,) if isinstance(array, Tensor) else as_arguments(array)
+        inputs = (array,) if isinstance(array, Tensor) else as_arguments(array)
+        yield "example_input_array", inputs, plain_forward(trainer)
     try:
-        loader = _train_loader(trainer)
+        loader = training_loader(trainer)
         for size in (SMALL, None):
-            yield "a batch of the training data", (first_batch(loader, size),)
+            batch, kept = take_batch(loader, size, (trainer, module))
+            if kept is not loader:
+                replace_loader(trainer, kept)
+                loader = kept
+            yield "a batch of the training data", (batch,), training_step(trainer, loader)
     except (GeneratorExit, NoBranchError):
         raise
     except Exception as error:
         tried.append(f"the training data: {type(error).__name__}: {error}")
 
 
-def _train_loader(trainer: Any) -> Any:
-    """The training loader, built once: what a hook returns is handed to the Trainer when it asks."""
-    source = trainer.fit_loop._data_source
-    if not source.is_module():
-        return source.instance
-    owner = source.instance
-    loader = owner.train_dataloader()
-
-    def once() -> Any:
-        vars(owner).pop("train_dataloader", None)
-        return loader
-
-    once.lent = True  # type: ignore[attr-defined]
-    vars(owner)["train_dataloader"] = once
-    return loader
-
-
-def give_back_loader(trainer: Any, module: Any) -> None:
-    """Remove the loader that was lent to the Trainer, where it never asked for it."""
-    for owner in (module, trainer.datamodule):
-        if owner is not None and getattr(vars(owner).get("train_dataloader"), "lent", False):
-            del vars(owner)["train_dataloader"]
-
-
-def first_batch(loader: Any, size: int | None = SMALL) -> Any:
-    """A batch of the first items of a loader's data, without starting a worker or drawing a random number.
-
-    Args:
-        loader: A ``DataLoader``, anything else that can be iterated more than once, or a dict, list or tuple of these.
-        size: Most items; None for the loader's own batch size.
-
-    Returns:
-        What the loader's collate function makes of the items.
-
-    Raises:
-        TraceError: If the loader can be iterated only once.
-    """
-    if hasattr(loader, "iterables") and not isinstance(loader, DataLoader):
-        loader = loader.iterables
-    if isinstance(loader, Mapping):
-        return {key: first_batch(value, size) for key, value in loader.items()}
-    if isinstance(loader, list | tuple) and loader and all(isinstance(x, DataLoader) for x in loader):
-        return type(loader)(first_batch(value, size) for value in loader)
-    with keep_rng():
-        if isinstance(loader, DataLoader):
-            return _from_dataset(loader, size)
-        if isinstance(loader, Iterator):
-            raise TraceError(
-                f"taking a batch for the trace: expected training data that can be read twice, found "
-                f"{type(loader).__name__}, an iterator. Pass `ResidualInit(example_inputs=...)`, or set "
-                "`example_input_array`."
-            )
-        return next(iter(loader))
-
-
-def _from_dataset(loader: DataLoader[Any], size: int | None) -> Any:
-    dataset = loader.dataset
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        return next(iter(DataLoader(dataset, batch_size=loader.batch_size, collate_fn=loader.collate_fn)))
-    if loader.batch_sampler is None:
-        return loader.collate_fn(dataset[0])
-    if type(loader.batch_sampler) is not BatchSampler:
-        indices = list(next(iter(loader.batch_sampler)))[:size]
-    else:
-        length = len(dataset) if hasattr(dataset, "__len__") else 1
-        indices = list(range(min(x for x in (loader.batch_sampler.batch_size, size, length) if x is not None)))
-    getter = getattr(dataset, "__getitems__", None)
-    return loader.collate_fn(getter(indices) if callable(getter) else [dataset[i] for i in indices])
-
-
-class _Silent:
-    """Stands in for an optimizer, scheduler or logger: takes every call, does nothing."""
-
-    def __init__(self) -> None:
-        self.param_groups: list[dict[str, Any]] = [{"params": [], "lr": 0.0}]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        return None
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
-
-
-class _QuietTrainer:
-    """The trainer as a training step may read it, without its loggers."""
-
-    def __init__(self, trainer: Any) -> None:
-        self.__dict__["_trainer"] = trainer
-        self.__dict__["logger"] = _Silent()
-        self.__dict__["loggers"] = [self.__dict__["logger"]]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_trainer"], name)
-
-
-def training_step(trainer: Any) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]:
-    """A runner for :func:`~lit_resinit.trace.trace`: the module's training step on a batch, the rest silenced."""
+def plain_forward(trainer: Any) -> Run:
+    """A runner for :func:`~lit_resinit.graph.trace.trace`: the module's forward, the rest silenced."""
 
     def run(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _silence(module, trainer)
+        return module(*args, **kwargs)
+
+    return run
+
+
+def training_step(trainer: Any, loader: Any = None) -> Run:
+    """A runner for :func:`~lit_resinit.graph.trace.trace`: the training step on a batch, the rest silenced."""
+
+    def run(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        _silence(module, trainer, loader)
         batch = args[0]
         batch = module.on_before_batch_transfer(batch, 0)
         batch = module.on_after_batch_transfer(batch, 0)
@@ -184,36 +95,25 @@ def training_loss(trainer: Any) -> Callable[[Any, Any], Tensor]:
     return loss_fn
 
 
-def _silence(module: nn.Module, trainer: Any) -> None:
-    quiet = _QuietTrainer(trainer)
+def _silence(module: nn.Module, trainer: Any, loader: Any = None) -> None:
+    image = stand_in(trainer, module, loader)
     for child in module.modules():
-        if not hasattr(child, "training_step"):
-            continue
-        own = vars(child)
-        own["_trainer"] = quiet
-        nothing = _Silent()
-        for name in (
-            "log",
-            "log_dict",
-            "print",
-            "manual_backward",
-            "toggle_optimizer",
-            "untoggle_optimizer",
-            "clip_gradients",
-        ):
-            own[name] = nothing
-        count = _count_optimizers(child)
-        own["optimizers"] = lambda *a, count=count, one=nothing, **k: (
-            one if count == 1 else [_Silent() for _ in range(count)]
-        )
-        own["lr_schedulers"] = lambda *a, one=nothing, **k: one
+        if hasattr(child, "training_step"):
+            vars(child)["_trainer"] = image
+            vars(child).update(dict.fromkeys(_SILENCED, Silent()), lr_schedulers=lambda *a, **k: Optimizers())
+            optimizers = Optimizers(declared_optimizers(child))
+            vars(child)["optimizers"] = lambda *a, own=optimizers, **k: own
 
 
-def _count_optimizers(module: Any) -> int:
+@contextlib.contextmanager
+def apart(trainer: Any, module: nn.Module) -> Iterator[None]:
+    """Inside, no module leads to its Trainer, so that whatever looks into the modules finds only what is theirs."""
+    held = [(vars(m), vars(m)["_trainer"]) for m in module.modules() if "_trainer" in vars(m)]
+    image = stand_in(trainer, module)
     try:
-        configured = module.configure_optimizers()
-    except Exception:  # it may need the trainer's schedule; one optimizer is the common case
-        return 1
-    if isinstance(configured, Sequence) and len(configured) == 2 and isinstance(configured[0], Sequence):
-        configured = configured[0]
-    return len(configured) if isinstance(configured, Sequence) else 1
+        for own, _ in held:
+            own["_trainer"] = image
+        yield
+    finally:
+        for own, before in held:
+            own["_trainer"] = before

@@ -10,7 +10,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from lit_resinit import NoBranchError, TraceError, make_plan
 from lit_resinit.plan.make import plan_forward
-from lit_resinit.trainer.inputs import SMALL, first_batch, training_step
+from lit_resinit.trainer.batches import SMALL, first_batch
+from lit_resinit.trainer.inputs import training_step
 
 ROWS = torch.arange(20.0)
 
@@ -23,23 +24,25 @@ class Stream(IterableDataset):
         return iter(ROWS.tolist())
 
 
+READ: list[int] = []  # not the dataset's own, which is put back
+
+
 class Counted(TensorDataset):
     """Counts which items were read."""
 
     def __init__(self) -> None:
         super().__init__(ROWS)
-        self.read: list[int] = []
+        READ.clear()
 
     def __getitem__(self, index: int) -> Any:
-        self.read.append(index)
+        READ.append(index)
         return super().__getitem__(index)
 
 
 def test_batch_is_small_and_from_the_start_of_the_data() -> None:
-    dataset = Counted()
-    (batch,) = first_batch(DataLoader(dataset, batch_size=8, shuffle=True))
+    (batch,) = first_batch(DataLoader(Counted(), batch_size=8, shuffle=True))
     assert batch.tolist() == [0.0, 1.0, 2.0, 3.0]
-    assert dataset.read == list(range(SMALL))
+    assert list(range(SMALL)) == READ
 
 
 def test_size_of_none_is_the_loaders_own() -> None:
