@@ -1,4 +1,4 @@
-"""Freeze what the package says about some 600 networks, so that a rewrite of the finder cannot lose a verdict.
+"""Freeze what the package says about some 1,000 networks, so that a rewrite of the finder cannot lose a verdict.
 
 Run as ``python -m benchmarks.freeze [--only KIND ...]`` to trace the networks anew (needs the libraries of the extra
 ``zoo``), ``--diff`` to show what changed since the answers were frozen, ``--accept`` to freeze those of today. The

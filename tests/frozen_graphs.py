@@ -109,7 +109,12 @@ def parts() -> list[str]:
 
 def read_part(name: str) -> tuple[list[Frozen], dict[str, Any]]:
     """The graphs of a part, and the frozen answers by graph."""
-    return thaw(_read(FOLDER / f"{name}.graphs.json.xz")), _read(FOLDER / f"{name}.answers.json.xz")
+    return thaw(_read(FOLDER / f"{name}.graphs.json.xz")), read_answers(name)
+
+
+def read_answers(name: str) -> dict[str, Any]:
+    """The frozen answers of a part by graph."""
+    return _read(FOLDER / f"{name}.answers.json.xz")
 
 
 def write_graphs(name: str, content: dict[str, Any]) -> None:
