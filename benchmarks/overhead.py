@@ -27,9 +27,8 @@ from benchmarks.networks import Training, mlp, resnet50
 from benchmarks.report import RESULTS, Row, origin, publish, table
 from benchmarks.timing import Work, ratios
 from lit_resinit import History, ResidualInit, ResidualPlan, apply_, check_identity, make_plan, observe
-from lit_resinit.watch.history import to_record
 from lit_resinit.watch.logs import metrics
-from lit_resinit.watch.moments import Moments, Watcher, gate_statistics
+from lit_resinit.watch.watching import Watching
 
 INTERVAL = 50  # of Lightning's default
 EVERY = 5  # here, so that a short run has several
@@ -55,16 +54,12 @@ def observed_step(training: Training, plan: ResidualPlan) -> None:
 def logging_step(training: Training, plan: ResidualPlan, history: History) -> None:
     """A step with everything that the callback does when it logs."""
     training.optimizer.zero_grad()
-    moments = Moments(2 * len(plan))
-    watcher = Watcher(training.net, plan)
-    with torch.compiler.set_stance("force_eager"), watcher:
-        loss = training.loss()
-    found = watcher.moments()
-    assert found is not None
-    moments.update(*found)
+    watching = Watching(training.net, plan, history)
+    watching.before_forward()
+    loss = training.loss()
+    watching.after_forward()
     loss.backward()
-    record = to_record(len(history), gate_statistics(training.net, plan), moments)
-    history.append(record.step, record.gates, record.var_stream, record.var_branch)
+    watching.before_step(len(history))
     metrics(history)
     training.optimizer.step()
 

@@ -1,12 +1,18 @@
-"""A residual network that starts as the identity, in a loop of plain PyTorch.
+"""A residual network that starts as the identity, in a loop of plain PyTorch: closed, proven, judged, watched.
 
-python examples/plain_loop.py
+python examples/plain_loop.py [--page run.html]
 """
 
+import argparse
+import contextlib
+
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
-from lit_resinit import apply_, check_identity, fold_, make_plan, observe, param_groups
+from lit_resinit import History, Trial, apply_, fold_, make_plan, param_groups, watch
+from lit_resinit.report.page import about_run, write_page
+from lit_resinit.report.tables import history_table
 
 
 class Block(nn.Module):
@@ -28,34 +34,36 @@ def batches(steps: int, width: int = 16, size: int = 64) -> list[tuple[Tensor, T
     return [(x, x[:, :1] * x[:, 1:2]) for x in inputs]
 
 
-def main(steps: int = 300) -> dict[str, object]:
+def main(steps: int = 300, page: str | None = None) -> dict[str, object]:
     torch.manual_seed(0)
     model, data = network(), batches(steps)
 
     plan = make_plan(model, data[0][0])  # finds the branches, writes nothing
     apply_(model, plan)  # closes them; before the optimizer, for it may add parameters
-    check_identity(model, plan, data[0][0]).raise_if_open()
     optimizer = torch.optim.AdamW(param_groups(model, plan, lr=1e-3, gate_lr=1e-2))
+    trial, history = Trial(model, plan), History([b.name for b in plan.branches])
 
     losses = []
     for step, (x, y) in enumerate(data):
         optimizer.zero_grad()
-        if step == 0:
-            with observe(model, plan, (x, y)) as seen:
-                loss = nn.functional.mse_loss(model(x), y)
-                loss.backward()
-            seen.gradients.raise_if_dead()
-        else:
+        logs = watch(model, plan, history, step) if step % 20 == 0 else contextlib.nullcontext()
+        with trial.step(optimizer, (x, y)), logs:  # the first step is proven and judged, sleepers are waited for
             loss = nn.functional.mse_loss(model(x), y)
             loss.backward()
         optimizer.step()
         losses.append(loss.item())
 
-    folded = fold_(model)  # the plain network again
     print(plan)
+    print(f"{trial.identity}\n{trial.gradients}")
+    Console().print(history_table(plan, history))
+    if page is not None:
+        write_page(page, history, about_run(plan, trial.identity, trial.gradients, trial.woke))
+    folded = fold_(model)  # the plain network again
     print(f"loss {losses[0]:.3f} at first, {sum(losses[-20:]) / 20:.3f} at the end; {len(folded)} gates folded")
-    return {"plan": plan, "seen": seen, "losses": losses, "folded": folded, "model": model}
+    return {"plan": plan, "seen": trial, "history": history, "losses": losses, "folded": folded, "model": model}
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--page", help="write the run as one HTML page")
+    main(page=parser.parse_args().page)

@@ -21,6 +21,7 @@ from lit_resinit.graph.where import Address as Address  # not public: pickles of
 from lit_resinit.judge.gradients import GradientReport, check_gradients
 from lit_resinit.judge.identity import IdentityReport, check_identity
 from lit_resinit.judge.observe import observe
+from lit_resinit.judge.trial import Trial
 from lit_resinit.plan.apply import ScalarGate, apply_
 from lit_resinit.plan.fold import fold_
 from lit_resinit.plan.groups import param_groups
@@ -33,6 +34,7 @@ from lit_resinit.plan.values import Branch, ResidualPlan
 from lit_resinit.plan.values import Stream as Stream
 from lit_resinit.watch.history import History
 from lit_resinit.watch.usefulness import measure_usefulness
+from lit_resinit.watch.watching import watch  # takes the package's name here; `from lit_resinit.watch import ...` stays
 
 if TYPE_CHECKING:
     from lit_resinit.callback import ResidualInit
@@ -57,6 +59,7 @@ __all__ = [
     "ScalarGate",
     "TraceError",
     "TrainedWeightsError",
+    "Trial",
     "apply_",
     "check_gradients",
     "check_identity",
@@ -65,6 +68,7 @@ __all__ = [
     "measure_usefulness",
     "observe",
     "param_groups",
+    "watch",
 ]
 
 try:

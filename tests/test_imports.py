@@ -104,7 +104,7 @@ import torch
 import lit_resinit
 from lit_resinit import apply_, check_identity, fold_, make_plan, observe
 import lit_resinit.cli, lit_resinit.report.page
-import lit_resinit.trainer.inputs, lit_resinit.trainer.setups, lit_resinit.watch.steps
+import lit_resinit.trainer.inputs, lit_resinit.trainer.setups, lit_resinit.watch.watching
 import lit_resinit.report.tables, lit_resinit.report.figures
 layer, x = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True), torch.randn(2, 3, 8)
 plan = make_plan(layer, x)

@@ -41,7 +41,8 @@ class Reach:
                 yield wanted[current]
             if current <= lowest:
                 return
-            if self._starts_before(current, lowest) and not self._may_couple(lowest, current, own):
+            before = self._starts_before(current, lowest)
+            if before and not any(self._may_couple(value, current, own) for value in wanted):
                 continue
             for source in self._nodes[current].inputs:
                 if source >= lowest and source not in seen:

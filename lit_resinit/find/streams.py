@@ -68,6 +68,7 @@ class Streams:
         self._nodes = graph.nodes
         self._additions: dict[int, Addition] = {}
         self._links: dict[int, Link] = {}
+        self._on: dict[int, int] = {}  # values that lie on a stream: its root
         for addition in sorted(additions, key=lambda a: a.node):
             self.add(addition)
 
@@ -93,8 +94,8 @@ class Streams:
         return self._links[node].root
 
     def is_on(self, node: int, root: int) -> bool:
-        """Whether a value is the start of a stream, or a sum of it."""
-        return node == root or (node in self._links and self._links[node].root == root)
+        """Whether a value is the start of a stream, a sum of it, or what it passes on its way to the next."""
+        return node == root or self._on.get(node) == root
 
     def add(self, addition: Addition) -> None:
         """Take in one more addition, whose predecessors are known."""
@@ -117,7 +118,7 @@ class Streams:
 
     def _follow(self, addition: Addition) -> Link:
         """From the skip back to the addition before it on the same stream."""
-        current, between = addition.skip, list[int]()
+        current, between, passed = addition.skip, list[int](), list[int]()
         previous = None
         for _ in range(_LIMIT):
             if current in self._additions:
@@ -127,8 +128,10 @@ class Streams:
             moving = [i for i in node.inputs if self._nodes[i].data] or list(node.inputs[:1])
             if len(set(moving)) != 1:
                 break
+            passed.append(current)
             if node.op != "view":
                 between.append(current)
             current = moving[0]
         root = addition.skip if previous is None else self._links[previous].root
+        self._on |= dict.fromkeys([addition.node, *(passed if previous is not None else ())], root)
         return Link(root, previous, tuple(reversed(between)))

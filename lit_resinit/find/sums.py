@@ -45,7 +45,8 @@ class NetworkUses:
             for source in node.inputs:
                 below = self._learned[node.index] or (reads and graph.nodes[source].data)
                 self._learned[source] = self._learned[source] or below
-        self._returned = {n for output in graph.outputs for n in output.nodes}
+        returned = {n for output in graph.outputs for n in output.nodes}
+        self._returned = {n for n in returned if math.prod(graph.nodes[n].shape) > 1}  # a single number is a loss
 
     def feeds_layer(self, index: int) -> bool:
         """Whether a learned layer reads a value, or something computed from it."""
@@ -67,5 +68,7 @@ class NetworkUses:
         return False
 
     def _shows(self, reader: int, size: int) -> bool:
+        """Whether what is returned still shows the value: moved, pooled, beside others, or element by element."""
         node = self._nodes[reader]
-        return math.prod(node.shape) == size or (ops.does(node.op, Does.MERGES) and ops.does(node.op, Does.STRAIGHT))
+        merged = ops.does(node.op, Does.MERGES) and ops.does(node.op, Does.STRAIGHT)
+        return merged or ops.does(node.op, Does.MOVES) or math.prod(node.shape) == size

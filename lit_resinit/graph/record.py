@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_iter
 from lit_resinit.graph import ops
 from lit_resinit.graph.lower import Spelling
 from lit_resinit.graph.tensors import covers_memory, geometry, is_not_forward, measuring
-from lit_resinit.graph.values import Call, Graph, ModuleOutput
+from lit_resinit.graph.values import Call, Graph, ModuleOutput, Node
 from lit_resinit.graph.where import aliases, clean_name, locate, module_names, user_line
 
 _ORIGINAL = "the original runs, not its copy"
@@ -47,6 +47,22 @@ class _Storage:
         self.views: dict[tuple[Any, ...], int] = {}
 
 
+class Listener:
+    """Hears of what a :class:`Recorder` writes down; a subclass says what it wants to hear."""
+
+    def start(self, graph: Graph) -> None:
+        """A recording begins, into this graph."""
+
+    def leaf(self, node: Node, tensor: Tensor, *, anew: bool) -> None:
+        """A parameter, buffer, input or constant is met for the first time, or ``anew`` after it was gathered."""
+
+    def before(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An operation is about to run; its inputs are in the graph."""
+
+    def after(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """It has run, and is the newest call of the graph; no mode sees what is measured here."""
+
+
 class Recorder(TorchDispatchMode):
     """Context manager that writes down every operation below it as a :class:`Graph`.
 
@@ -60,6 +76,8 @@ class Recorder(TorchDispatchMode):
         note_outputs: Whether to note what every call of a module returned.
         lot: What takes the place of single numbers that are drawn.
         original: The module that ``model`` is a copy of; where it runs instead, recording stops with an error.
+        only: Base names of the operations that are written down; all when None.
+        listeners: Who hears of every operation, in this order.
     """
 
     def __init__(
@@ -71,11 +89,16 @@ class Recorder(TorchDispatchMode):
         note_outputs: bool = False,
         lot: float | None = None,
         original: nn.Module | None = None,
+        only: frozenset[str] | None = None,
+        listeners: Sequence[Listener] = (),
     ) -> None:
         super().__init__()
+        self._only, self.listeners = only, list(listeners)
         self._lot = lot
         self.names = module_names(model)
         self.graph = Graph(aliases=aliases(model, self.names))
+        for listener in self.listeners:
+            listener.start(self.graph)
         self._keep_storage = keep_storage
         self._memory: dict[int, _Storage] = {}
         self._objects: dict[int, tuple[Any, int]] = {}
@@ -110,30 +133,40 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device  # asked for several times in every operation
-        if is_not_forward(func):
+        if is_not_forward(func) or (self._only is not None and ops.base_name(func) not in self._only):
             return func(*args, **kwargs)
-        call = self._begin(func, args, kwargs)
-        out = self._execute(call, func, args, kwargs)
+        call = self.begin(func, args, kwargs)
+        for listener in self.listeners:
+            listener.before(call, args, kwargs)
+        out = func(*args, **kwargs)
         with measuring():
             self._finish(call, func, args, kwargs, out)
+            for listener in self.listeners:
+                listener.after(call, args, kwargs, out)
         return out
 
-    def _execute(self, call: Call, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return func(*args, **kwargs)
+    def forget(self) -> None:
+        """Let go of every tensor and listener; the graph stays."""
+        self._memory.clear()
+        self._objects.clear()
+        self.listeners.clear()
 
     # ---------------------------------------------------------------- values and memory
 
     def _leaf(
         self, tensor: Tensor, op: str, name: str, *, data: bool = False, learned: bool = False, anew: bool = False
     ) -> int:
-        known = None if anew else self._find(tensor)
+        known = None if anew else self.find(tensor)
         if known is not None:
             return known
         index = self.graph.add(op, (), -1, tuple(tensor.shape), name=name, data=data, learned=learned)
         self._remember(tensor, index, fresh=True)
+        for listener in self.listeners:
+            listener.leaf(self.graph.nodes[index], tensor, anew=anew)
         return index
 
-    def _find(self, tensor: Tensor) -> int | None:
+    def find(self, tensor: Tensor) -> int | None:
+        """Index of the node behind a tensor, if it is known."""
         try:
             record = self._memory.get(tensor.untyped_storage()._cdata)
         except NotImplementedError:  # sparse and nested tensors have no storage
@@ -158,7 +191,7 @@ class Recorder(TorchDispatchMode):
 
     def node_of(self, tensor: Tensor, owner: str = "") -> int:
         """Index of the node behind a tensor; an unknown one is a constant, or a parameter of the running module."""
-        found = self._find(tensor)
+        found = self.find(tensor)
         if isinstance(tensor, nn.Parameter) and (found is None or self.graph.nodes[found].op != "parameter"):
             name = self._gathered_name(tensor, owner)
             if name:
@@ -177,7 +210,8 @@ class Recorder(TorchDispatchMode):
 
     # ---------------------------------------------------------------- one operation
 
-    def _begin(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def begin(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """An operation that is about to run, with the nodes of its inputs, the module and the line that run it."""
         owner, line = locate(self.names, 2)
         if owner == _ORIGINAL:
             raise _NotACopyError(_ORIGINAL)
@@ -198,7 +232,7 @@ class Recorder(TorchDispatchMode):
         if not results and not written:
             return
         nodes = Spelling(graph, index, call, args, kwargs, self.node_of).nodes(results)
-        self._place(func, args, kwargs, results, nodes)
+        self.place(func, args, kwargs, results, nodes)
         call.outputs = tuple(n for n in nodes if graph.nodes[n].call == index)
 
     def _draw(self, lots: list[Tensor]) -> None:
@@ -209,7 +243,7 @@ class Recorder(TorchDispatchMode):
                 if not isinstance(tensor, FakeTensor):  # which has no memory, and no value to look at
                     tensor.fill_(self._lot)
 
-    def _place(
+    def place(
         self,
         func: OpOverload,
         args: tuple[Any, ...],
@@ -260,5 +294,5 @@ class Recorder(TorchDispatchMode):
         name = self.names.get(id(module))
         if name is None or torch._C._current_graph_task_id() != -1:
             return
-        nodes = [self._find(t) for t in tree_iter(output) if isinstance(t, Tensor)]
+        nodes = [self.find(t) for t in tree_iter(output) if isinstance(t, Tensor)]
         self.graph.outputs.append(ModuleOutput(name, tuple(-1 if n is None else n for n in nodes)))

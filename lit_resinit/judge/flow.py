@@ -12,8 +12,8 @@ from lit_resinit.graph import ops
 from lit_resinit.graph.values import Graph
 
 EPS = float(torch.finfo(torch.float32).eps)
-_NOISE = 32 * EPS
-_REASONS = 8
+_NOISE = 32 * EPS  # what rounding leaves of terms that cancel: sums of a thousand terms lose about sqrt(1000) units
+_REASONS = 8  # kept for each operation, or a deep network would carry every parameter's along; the best come first
 
 ReasonKind = Literal["factor", "slope", "cancel", "data", "chance", "unreached", "hook", "written"]
 BY_BATCH = ("data", "chance")  # what another batch, or another draw, changes
@@ -100,7 +100,7 @@ class Flow:
         self.state: dict[int, State] = {}
         self.reasons: dict[int, tuple[Reason, ...]] = {}
         self.partly: dict[int, tuple[Reason, ...]] = {}
-        self.births: dict[int, tuple[int, ...]] = {}
+        self.origins: dict[int, tuple[int, ...]] = {}
         for call in range(len(graph.calls) - 1, -1, -1):
             self._judge_call(call)
 
@@ -113,7 +113,7 @@ class Flow:
             self.state[call], self.reasons[call] = "absent", (Reason("unreached", call),)
         elif not math.isfinite(error):
             self.state[call] = "nonfinite"
-            self.births[call] = self.births_of(edges) or (call,)
+            self.origins[call] = self.origins_of(edges) or (call,)
         elif error == 0.0 and call in self.replaced:
             self.state[call], self.reasons[call] = "zero", (Reason("hook", call),)
         elif error == 0.0:
@@ -180,12 +180,12 @@ class Flow:
             return 0
         return 1 if reason.kind == "factor" and reason.parameters else 2
 
-    def births_of(self, edges: list[tuple[int, float]]) -> tuple[int, ...]:
+    def origins_of(self, edges: list[tuple[int, float]]) -> tuple[int, ...]:
         """The operations that turned a finite error into NaN or inf."""
         found: dict[int, None] = {}
         for consumer, size in edges:
             if not math.isfinite(size):
-                found |= dict.fromkeys(self.births.get(consumer, (consumer,)))
+                found |= dict.fromkeys(self.origins.get(consumer, (consumer,)))
         return tuple(found)[:_REASONS]
 
     # ---------------------------------------------------------------- the broken link

@@ -47,6 +47,7 @@ class GateGradient:
         attenuated_by: The operation that makes a small slope, with its line.
         remedy: What to do next, where that is something else than usual for the status.
         by_chance: Whether a random draw made the gradient zero (a dropped branch), as it may again.
+        origin: Whether what is wrong begins here; False where it only arrives, from behind the block.
     """
 
     parameter: str
@@ -61,6 +62,7 @@ class GateGradient:
     attenuated_by: str = ""
     remedy: str = ""
     by_chance: bool = False
+    origin: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ class GradientReport:
     def alarms(self) -> tuple[GateGradient, ...]:
         """The verdicts that stop a run, the origin first."""
         found = [g for g in self.gates.values() if g.status in ALARMS]
-        return tuple(sorted(found, key=lambda g: (ALARMS.index(g.status), g.cause.startswith("inherits"))))
+        return tuple(sorted(found, key=lambda g: (ALARMS.index(g.status), not g.origin)))
 
     @property
     def ok(self) -> bool:
@@ -354,34 +356,37 @@ class _Judge:
     def _nonfinite(self, judged: _Judged, verdict: _Verdict) -> GateGradient:
         if self.flow is None:
             return verdict("nonfinite", "its gradient is NaN or inf; use `observe` to find the operation")
-        births = self.flow.births_of(self.flow.edges.get(judged.name, []))
-        if not births:
+        origins = self.flow.origins_of(self.flow.edges.get(judged.name, []))
+        if not origins:
             return verdict("nonfinite", "the loss itself sends NaN or inf")
-        birth = max(births)
+        place = max(origins)
         end = self.flow.additions.get(judged.branch, -1)
-        op, remedy = self.flow.spelled(birth), _TRUE_GRADIENT if birth in self.flow.python else ""
-        if birth in self.flow.replaced:
+        op, remedy = self.flow.spelled(place), _TRUE_GRADIENT if place in self.flow.python else ""
+        if place in self.flow.replaced:
             remedy = _LET_PASS
             cause = f"a hook on the output of {op} turns a finite error into NaN or inf"
-        elif end >= 0 and birth > end:
-            cause = f"inherits NaN or inf from {op} after its block, where the error was still finite"
+        elif end >= 0 and place > end:
+            cause = f"inherits {_from_behind(op)}"
+            return verdict("nonfinite", cause, source=self.flow.source(place), remedy=remedy, origin=False)
         else:
             cause = (
                 f"{op} turns a finite error into NaN or inf: guard the argument of the operation, not its result "
                 "(its unselected branch still runs backward), or keep away from the point where it has no slope"
             )
-        return verdict("nonfinite", cause, source=self.flow.source(birth), remedy=remedy)
+        return verdict("nonfinite", cause, source=self.flow.source(place), remedy=remedy)
 
     def _mark_origin(self, verdicts: dict[str, GateGradient]) -> None:
         """Where every affected gate only inherits the NaN, the loss (or the head) is the origin: say so once."""
-        bad = [v for v in verdicts.values() if v.status == "nonfinite"]
-        if not bad or not all(v.cause.startswith("inherits") for v in bad):
+        bad = [n for n, v in verdicts.items() if v.status == "nonfinite"]
+        if not bad or any(verdicts[n].origin for n in bad):
             return
-        origin = bad[-1]
-        cause = origin.cause.replace("inherits NaN or inf from", "gets NaN or inf from") + (
-            ": the loss or what leads to it is not differentiable at the identity"
+        assert self.flow is not None  # without it every verdict stands for itself
+        place = max(self.flow.origins_of(self.flow.edges.get(bad[-1], [])))
+        cause = (
+            f"gets {_from_behind(self.flow.spelled(place))}: the loss or what leads to it is not differentiable at the "
+            "identity"
         )
-        verdicts[origin.parameter] = dataclasses.replace(origin, cause=cause)
+        verdicts[bad[-1]] = dataclasses.replace(verdicts[bad[-1]], cause=cause, origin=True)
 
     def _mark_exploding(self, verdicts: dict[str, GateGradient]) -> None:
         judged = {n: v for n, v in verdicts.items() if v.status == "alive" and v.role != "bias"}
@@ -428,6 +433,10 @@ class _Judge:
             return []
         reader = self.flow.reader(name)
         return [] if reader is None else self.flow.steps_between(reader, self.flow.additions[branch])
+
+
+def _from_behind(op: str) -> str:
+    return f"NaN or inf from {op} after its block, where the error was still finite"
 
 
 def frozen_branches(branches: Sequence[Branch], parameters: dict[str, nn.Parameter]) -> set[str]:

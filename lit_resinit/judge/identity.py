@@ -5,22 +5,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch.utils._pytree import tree_iter
 
 from lit_resinit.errors import IdentityError
-from lit_resinit.find.gates import Gate, holds
+from lit_resinit.find.gates import holds
 from lit_resinit.graph import ops
 from lit_resinit.graph.eager import eager
 from lit_resinit.graph.keep import keep_rng, keep_state, no_collection
 from lit_resinit.graph.record import Recorder
-from lit_resinit.graph.tensors import as_wide, local, mean_and_variance, measuring, peak_of, to_host, whole
-from lit_resinit.graph.values import Call
-from lit_resinit.graph.where import Address, clean_name
+from lit_resinit.graph.tensors import measuring, whole
+from lit_resinit.graph.values import Graph
+from lit_resinit.graph.where import clean_name
+from lit_resinit.judge.compare import AtAdditions, Comparison, Peaks, Reader
 from lit_resinit.plan.make import as_arguments
 from lit_resinit.plan.values import CONSTANT_SCHEMES, Branch, ResidualPlan, check_plan
 from lit_resinit.words import together, without_numbers
@@ -96,197 +96,79 @@ class IdentityReport:
 # -------------------------------------------------------------------- measuring
 
 
-class IdentityProbe(Recorder):
-    """A recorder that compares every planned addition with its skip while the forward runs.
+class IdentityProbe:
+    """Context manager around one forward, at whose planned additions every branch is compared with its skip.
 
-    Nothing is read from the device before :meth:`identity`. With ``values`` every operation is recorded and the size of
-    every value measured, so that the first non-finite operation can be named.
+    Args:
+        model: The model, with the plan applied.
+        plan: The plan.
+        inputs: Anything with tensors in it that counts as data.
+        values: Whether every operation is recorded and the size of every value measured, so that the first non-finite
+            operation can be named; else only what the verdicts need is: additions, and what rescales a stream.
+        readers: Who else measures at the additions.
     """
 
-    def __init__(self, model: nn.Module, plan: ResidualPlan, inputs: Any = (), *, values: bool = True) -> None:
-        self._measures_values = values
-        self._peaks: list[Tensor] = []
-        self._peak_of: dict[int, int] = {}
-        super().__init__(model, inputs)
-        self.plan = plan
-        self._model_parameters: dict[str, Tensor] = {
-            clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)
-        }
-        self._planned = {b.address: b for b in plan.active}
-        self._looked_at = {b.address.op for b in plan.active} | ops.NORMS | ops.REDUCTIONS
-        self._counts: dict[tuple[str, str, str], int] = {}
-        self.addition_calls: dict[str, int] = {}
-        self._compared: dict[str, Tensor] = {}
-        self._stack_of, self._first, self._last = _stacks(plan)
-        self._entering: dict[str, tuple[Tensor, Tensor]] = {}
-        self._stack_values: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+    def __init__(
+        self, model: nn.Module, plan: ResidualPlan, inputs: Any = (), *, values: bool, readers: Sequence[Reader] = ()
+    ) -> None:
+        self.plan, self.comparison, self.peaks = plan, Comparison(plan), Peaks()
+        self.additions = AtAdditions(plan, (self.comparison, *readers))
+        listeners = [self.additions, self.peaks] if values else [self.additions]
+        only = None if values else self.additions.kinds | ops.NORMS | ops.REDUCTIONS
+        self.recorder = Recorder(model, inputs, only=only, listeners=listeners)
+        named = model.named_parameters(remove_duplicate=False)
+        self.parameters: dict[str, Tensor] = {clean_name(n): p for n, p in named}
 
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Without values, only what the verdicts need is recorded: additions, and what rescales a stream."""
-        if self._measures_values or ops.base_name(func) in self._looked_at:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        return func(*args, **(kwargs or {}))
+    @property
+    def graph(self) -> Graph:
+        """What was recorded."""
+        return self.recorder.graph
 
-    def _execute(self, call: Call, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        branch = self._branch_at(call)
-        if branch is None:
-            return func(*args, **kwargs)
-        tensors = [a for a in tree_iter((args, kwargs)) if isinstance(a, Tensor)]
-        skip = local(tensors[branch.skip_input])
-        if ops.written_arguments(func):
-            with measuring():
-                skip = skip.detach().clone()
-        out = func(*args, **kwargs)
-        with measuring():
-            self._compare(branch, skip.detach(), local(out).detach())
-        self.addition_calls[branch.name] = len(self.graph.calls)
-        return out
+    def __enter__(self) -> IdentityProbe:
+        self.recorder.__enter__()
+        return self
 
-    def _branch_at(self, call: Call) -> Branch | None:
-        key = (call.owner, call.line, ops.base_name(call.func))
-        count = self._counts[key] = self._counts.get(key, -1) + 1
-        return self._planned.get(Address(*key, count))
-
-    def _finish(self, call: Call, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        super()._finish(call, func, args, kwargs, out)
-        if not self._measures_values:
-            return
-        tensors = [t for t in tree_iter(out) if isinstance(t, Tensor)]
-        for tensor, node in zip(tensors, call.outputs, strict=False):
-            if self.graph.nodes[node].op == "view":
-                self._share_peak(node, call.inputs[0])
-            else:
-                self._note_peak(node, tensor)
-
-    def _note_peak(self, node: int, tensor: Tensor) -> None:
-        peak = peak_of(tensor)
-        if peak is not None:
-            self._peak_of[node] = len(self._peaks)
-            self._peaks.append(peak)
-
-    def _share_peak(self, view: int, base: int) -> None:
-        if base in self._peak_of:
-            self._peak_of[view] = self._peak_of[base]
-
-    def _compare(self, branch: Branch, skip: Tensor, out: Tensor) -> None:
-        self._compared[branch.name] = _gap(out, skip)  # zero exactly when they are equal
-        stack = self._stack_of[branch.name]
-        if self._first[stack] == branch.name:
-            kept = skip if self._last[stack] == branch.name else skip.clone()
-            self._entering[stack] = kept, mean_and_variance(skip)[1]
-        if self._last[stack] == branch.name and stack in self._entering:
-            start, variance = self._entering.pop(stack)
-            same = start.shape == out.shape
-            gap = _gap(out, start) if same else torch.full((), math.nan, device=out.device)
-            self._stack_values[stack] = gap, variance, mean_and_variance(out)[1]
-
-    # ---------------------------------------------------------------- reports
-
-    def peaks(self) -> dict[int, float]:
-        """Largest absolute value of every node that was computed; NaN where a value is not finite."""
-        values = to_host(self._peaks)
-        return {node: values[position] for node, position in self._peak_of.items()}
+    def __exit__(self, *exc: Any) -> None:
+        self.recorder.__exit__(*exc)
 
     def identity(self) -> IdentityReport:
         """The verdicts, in one transfer from the device."""
         self._gather_parameters()
         with measuring():
-            return self._report()
+            measured, stacks = self.comparison.numbers()
+            broken = any(not math.isfinite(d) for d in measured.values())
+            origin = self._first_nonfinite() if broken else None
+            values = _Values(self.parameters)
+            rows = tuple(_verdict(b, measured.get(b.name), origin, values) for b in self.plan.active)
+        return IdentityReport(rows, self._stacks(stacks), self.plan.scheme in CONSTANT_SCHEMES)
 
     def _gather_parameters(self) -> None:
         """Sharded parameters that the verdicts need, as a whole; every rank has to come here."""
         wanted = {n for b in self.plan.active for g in b.gates for n in (g.parameter, *g.biases)}
         for name in wanted.union(*(b.factor for b in self.plan.active)):
-            if name in self._model_parameters:
-                self._model_parameters[name] = whole(self._model_parameters[name])
+            if name in self.parameters:
+                self.parameters[name] = whole(self.parameters[name])
 
-    def _report(self) -> IdentityReport:
-        names = list(self._compared)
-        stacks = list(self._stack_values)
-        flat = [self._compared[n] for n in names] + [v for s in stacks for v in self._stack_values[s]]
-        numbers = to_host(flat)
-        measured = dict(zip(names, numbers, strict=False))
-        rest = numbers[len(names) :]
-        values = {s: tuple(rest[3 * i : 3 * i + 3]) for i, s in enumerate(stacks)}
-        broken = any(not math.isfinite(d) for d in measured.values())
-        origin = self._first_nonfinite() if broken else None
-        rows = tuple(self._verdict(b, measured.get(b.name), origin) for b in self.plan.active)
+    def _first_nonfinite(self) -> str | None:
+        """Module of the first operation that turned finite values into something else."""
+        peaks = self.peaks.numbers()
+        broken = (c for c in self.graph.calls if any(not math.isfinite(peaks.get(n, 0.0)) for n in c.outputs[:1]))
+        return next((call.owner.split(".parametrizations")[0] for call in broken), None)
+
+    def _stacks(self, values: dict[str, tuple[float, ...]]) -> tuple[StackIdentity, ...]:
         members: dict[str, list[Branch]] = {}
         for b in self.plan.active:
-            members.setdefault(self._stack_of[b.name], []).append(b)
-        return IdentityReport(
-            rows,
-            tuple(self._stack(s, m, values.get(s)) for s, m in members.items()),
-            self.plan.scheme in CONSTANT_SCHEMES,
-        )
+            members.setdefault(self.comparison.stack_of[b.name], []).append(b)
+        return tuple(self._stack(s, m, values.get(s, (math.nan,) * 3)) for s, m in members.items())
 
-    def _first_nonfinite(self) -> tuple[int, str] | None:
-        """(call, module) of the first operation that turned finite values into something else."""
-        peaks = self.peaks()
-        for index, call in enumerate(self.graph.calls):
-            if any(not math.isfinite(peaks.get(n, 0.0)) for n in call.outputs[:1]):
-                return index, call.owner.split(".parametrizations")[0]
-        return None
-
-    def _verdict(self, branch: Branch, measured: float | None, origin: tuple[int, str] | None) -> BranchIdentity:
-        def row(status: Literal["closed", "open"], **more: Any) -> BranchIdentity:
-            return BranchIdentity(branch.name, status, deviation=measured or 0.0, source=branch.source, **more)
-
-        cause, culprit = self._blame(branch)
-        if measured is None:
-            if cause is None and branch.gates:
-                return row("closed", note=NOT_RUN)
-            return row("open", cause=cause or "ungated branch", culprit=culprit or branch.name, note=NOT_RUN)
-        changed = self._changed_stream(branch)
-        if changed is not None:
-            return row("open", cause="stream changed", culprit=changed)
-        if not math.isfinite(measured):
-            return row("open", cause="nonfinite branch", culprit=origin[1] if origin else branch.name)
-        if measured == 0.0:
-            rounded = cause == "unzeroed scale"
-            note = f"{culprit} is not zero, but rounds to closed in this dtype" if rounded else ""
-            return row("closed", note=note)
-        return row("open", cause=cause or "ungated branch", culprit=culprit or branch.culprit or branch.name)
-
-    def _blame(self, branch: Branch) -> tuple[Cause | None, str | None]:
-        for gate in branch.gates:
-            if not self._is_closed(gate):
-                if gate.kind == "layer" and any(not self._holds(b, 0.0) for b in gate.biases):
-                    return "ungated branch", branch.name
-                return "unzeroed scale", gate.parameter
-        for gate in branch.gates:
-            for bias in gate.biases:
-                if not self._holds(bias, 0.0):
-                    return "bias after scale", bias
-        return None, None
-
-    def _is_closed(self, gate: Gate) -> bool:
-        return self._holds(gate.parameter, gate.value, gate.index)
-
-    def _holds(self, name: str, value: float, index: int | None = None) -> bool:
-        parameter = self._model_parameters.get(name)
-        return parameter is not None and holds(parameter if index is None else parameter[index], value)
-
-    def _changed_stream(self, branch: Branch) -> str | None:
-        """What scales the skip away from one, if anything does."""
-        for name in branch.factor:
-            if name not in self._model_parameters:
-                return branch.block or branch.name
-            if not self._holds(name, 1.0):
-                return name
-        return None
-
-    def _stack(self, stack: str, members: list[Branch], values: tuple[float, ...] | None) -> StackIdentity:
-        last = self._last[stack]
-        between = [x for b in members[1:] for x in b.between] + list(self.plan.after_last.get(last, ()))
-        gap, before, after = values if values is not None else (math.nan, math.nan, math.nan)
-        exact = gap == 0.0 and not self.plan.after_last.get(last)
-        growth = after / before if before else math.nan
-        changed = tuple(dict.fromkeys(between))
+    def _stack(self, stack: str, members: list[Branch], values: tuple[float, ...]) -> StackIdentity:
+        first, last = self.comparison.first[stack], self.comparison.last[stack]
+        after_last = self.plan.after_last.get(last, ())
+        gap, before, after = values
+        changed = tuple(dict.fromkeys([x for b in members[1:] for x in b.between] + list(after_last)))
         rescaled = tuple(n for n in changed if n in self._rescaling)
-        return StackIdentity(self._first[stack], last, exact, gap, changed, growth, rescaled)
+        growth = after / before if before else math.nan
+        return StackIdentity(first, last, gap == 0.0 and not after_last, gap, changed, growth, rescaled)
 
     @functools.cached_property
     def _rescaling(self) -> set[str]:
@@ -295,25 +177,65 @@ class IdentityProbe(Recorder):
         return {n.op for n in found} | {self.graph.owner(n.index) for n in found}
 
 
-def _stacks(plan: ResidualPlan) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
-    """For every branch the name of its stream (that of its first branch), and for each stream its first and last."""
-    stack_of: dict[str, str] = {}
-    first: dict[str, str] = {}
-    last: dict[str, str] = {}
-    for branch in plan.active:
-        stack = stack_of.get(branch.previous or "", branch.name)
-        stack_of[branch.name] = stack
-        first.setdefault(stack, branch.name)
-        last[stack] = branch.name
-    return stack_of, first, last
+# -------------------------------------------------------------------- verdicts
 
 
-def _gap(out: Tensor, start: Tensor) -> Tensor:
-    """Largest absolute difference, exactly zero only where two tensors are equal."""
-    if out.numel() == 0:
-        return torch.zeros((), device=out.device)
-    lowest, highest = torch.aminmax(as_wide(out) - as_wide(start))
-    return torch.maximum(-lowest, highest)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Values:
+    """The parameters, asked for their values."""
+
+    parameters: dict[str, Tensor]
+
+    def holds(self, name: str, value: float, index: int | None = None) -> bool:
+        parameter = self.parameters.get(name)
+        return parameter is not None and holds(parameter if index is None else parameter[index], value)
+
+
+def _verdict(branch: Branch, measured: float | None, origin: str | None, values: _Values) -> BranchIdentity:
+    def row(status: Literal["closed", "open"], **more: Any) -> BranchIdentity:
+        return BranchIdentity(branch.name, status, deviation=measured or 0.0, source=branch.source, **more)
+
+    cause, culprit = _blame(branch, values)
+    if measured is None:
+        if cause is None and branch.gates:
+            return row("closed", note=NOT_RUN)
+        return row("open", cause=cause or "ungated branch", culprit=culprit or branch.name, note=NOT_RUN)
+    changed = _changed_stream(branch, values)
+    if changed is not None:
+        return row("open", cause="stream changed", culprit=changed)
+    if not math.isfinite(measured):
+        return row("open", cause="nonfinite branch", culprit=origin if origin is not None else branch.name)
+    if measured == 0.0:
+        rounded = cause == "unzeroed scale"
+        note = f"{culprit} is not zero, but rounds to closed in this dtype" if rounded else ""
+        return row("closed", note=note)
+    return row("open", cause=cause or "ungated branch", culprit=culprit or branch.culprit or branch.name)
+
+
+def _blame(branch: Branch, values: _Values) -> tuple[Cause | None, str | None]:
+    for gate in branch.gates:
+        if not values.holds(gate.parameter, gate.value, gate.index):
+            if gate.kind == "layer" and any(not values.holds(b, 0.0) for b in gate.biases):
+                return "ungated branch", branch.name
+            return "unzeroed scale", gate.parameter
+    for gate in branch.gates:
+        for bias in gate.biases:
+            if not values.holds(bias, 0.0):
+                return "bias after scale", bias
+    return None, None
+
+
+def _changed_stream(branch: Branch, values: _Values) -> str | None:
+    """What scales the skip away from one, if anything does."""
+    for name in branch.factor:
+        if name not in values.parameters:
+            return branch.block or branch.name
+        if not values.holds(name, 1.0):
+            return name
+    return None
+
+
+# -------------------------------------------------------------------- one forward
 
 
 def check_identity(

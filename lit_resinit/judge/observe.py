@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from lit_resinit.graph.eager import eager
+from lit_resinit.judge.compare import Reader
 from lit_resinit.judge.gradients import GradientReport, check_gradients
 from lit_resinit.judge.identity import IdentityReport
 from lit_resinit.judge.probe import GradientProbe
@@ -20,13 +21,13 @@ from lit_resinit.plan.values import ResidualPlan, check_plan
 class Observation:
     """What :func:`observe` saw: ``identity`` once the forward is done, ``gradients`` after the block."""
 
-    def __init__(self, model: nn.Module, plan: ResidualPlan, inputs: Any = ()) -> None:
-        self._model, self._plan, self._inputs = model, plan, inputs
+    def __init__(self, model: nn.Module, plan: ResidualPlan, inputs: Any = (), readers: Sequence[Reader] = ()) -> None:
+        self._model, self._plan, self._inputs, self._readers = model, plan, inputs, readers
         self._probe: GradientProbe | None = None
         self._exit = contextlib.ExitStack()
         self._identity: IdentityReport | None = None
         self._gradients: GradientReport | None = None
-        self.graph: list[Any] = []  # see `GradientProbe.release`
+        self.graph: list[Any] = []  # see `Errors.release`
 
     @property
     def identity(self) -> IdentityReport:
@@ -51,7 +52,7 @@ class Observation:
 
     def start(self) -> None:
         """Begin to observe."""
-        self._probe = GradientProbe(self._model, self._plan, self._inputs)
+        self._probe = GradientProbe(self._model, self._plan, self._inputs, self._readers)
         self._exit.enter_context(eager())
         self._exit.enter_context(self._probe)
 

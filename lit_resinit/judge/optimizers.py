@@ -90,16 +90,17 @@ def _first(texts: Sequence[str], between: str, more: str) -> str:
     return between.join(texts[:6]) + ("" if len(texts) <= 6 else f"{more} {len(texts) - 6} more")
 
 
-def warn_about_rest(optimizer: Any, model: nn.Module, plan: ResidualPlan, alive: set[str]) -> None:
-    """An optimizer whose step is proportional to the weight's own norm (LARS, LAMB) never leaves zero."""
+def not_moved(optimizer: Any, model: nn.Module, plan: ResidualPlan, alive: set[str]) -> str:
+    """What an optimizer left where it was although it has a gradient: a step in proportion to its norm (LARS, LAMB)."""
     resting = _resting(optimizer, model, plan, alive)
-    if resting:
-        warn(
-            f"{type(optimizer).__name__} has not moved {len(resting)} zero tensors in {STEPS_TO_MOVE} steps, "
-            f"although each has a gradient: {together(resting)}. A step proportional to the weight's norm "
-            "(LARS, LAMB) leaves a zero where it is. Give them plain steps, in a group of their own: "
-            "`lit_resinit.param_groups(self, plan)`."
-        )
+    if not resting:
+        return ""
+    return (
+        f"{type(optimizer).__name__} has not moved {len(resting)} zero tensors in {STEPS_TO_MOVE} steps, "
+        f"although each has a gradient: {together(resting)}. A step proportional to the weight's norm "
+        "(LARS, LAMB) leaves a zero where it is. Give them plain steps, in a group of their own: "
+        "`lit_resinit.param_groups(self, plan)`."
+    )
 
 
 def _resting(optimizer: Any, model: nn.Module, plan: ResidualPlan, alive: set[str]) -> list[str]:
@@ -117,7 +118,7 @@ def _resting(optimizer: Any, model: nn.Module, plan: ResidualPlan, alive: set[st
     return [name for name, gap in zip(gaps, to_host(list(gaps.values())), strict=True) if gap == 0.0]
 
 
-def warn_about_still_gates(
+def still_gates(
     optimizers: Sequence[Any],
     model: nn.Module,
     plan: ResidualPlan,
@@ -125,11 +126,11 @@ def warn_about_still_gates(
     report: GradientReport | None,
     steps: int,
     records: int,
-) -> None:
-    """Awake, and yet hardly moved: the optimizer is to blame, or a dtype too coarse for its steps."""
+) -> str:
+    """Awake, and yet hardly moved: the optimizer is to blame, or a dtype too coarse for its steps; "" if none is."""
     moves = movement[~movement.isnan()]
     if steps < _SETTLED or not moves.numel() or not moves.median():
-        return
+        return ""
     median = float(moves.median())
     least = STILL * median if records >= _RECORDS else torch.finfo(movement.dtype).tiny
     verdicts = report.gates if report is not None else {}
@@ -140,15 +141,16 @@ def warn_about_still_gates(
         if branch.action != "excluded" and distance < least
         if gate.parameter not in verdicts or verdicts[gate.parameter].status == "alive"
     ]
-    if still:
-        settings = _settings(optimizers, model)
-        listed = [f"{name} ({settings.get(name, 'in no optimizer')})" for name in still]
-        number = f"{len(still)} gate{'' if len(still) == 1 else 's'}"
-        warn(
-            f"{number} with a gradient moved less than {STILL:.0%} of the median over all gates "
-            f"({median:.3g}) in {steps} steps: {_first(listed, '; ', '; and')}. Compare their "
-            "learning rate, weight decay and dtype with those of the others."
-        )
+    if not still:
+        return ""
+    settings = _settings(optimizers, model)
+    listed = [f"{name} ({settings.get(name, 'in no optimizer')})" for name in still]
+    number = f"{len(still)} gate{'' if len(still) == 1 else 's'}"
+    return (
+        f"{number} with a gradient moved less than {STILL:.0%} of the median over all gates "
+        f"({median:.3g}) in {steps} steps: {_first(listed, '; ', '; and')}. Compare their "
+        "learning rate, weight decay and dtype with those of the others."
+    )
 
 
 def _settings(optimizers: Sequence[Any], model: nn.Module) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import zipfile
@@ -13,8 +12,6 @@ import torch
 from torch import Tensor
 
 from lit_resinit.errors import ResInitError
-from lit_resinit.graph.tensors import measuring
-from lit_resinit.watch.moments import Moments
 
 if TYPE_CHECKING:
     import pandas
@@ -205,21 +202,3 @@ class History:
                 f"reading a history from {path}: expected the archive of `History.save`, found {sorted(values)}"
             )
         return cls.from_dict(values)
-
-
-@dataclasses.dataclass(slots=True)
-class Recorded:
-    """One record as it came from the device."""
-
-    step: int
-    gates: Tensor
-    var_stream: Tensor
-    var_branch: Tensor
-
-
-def to_record(step: int, gates: Tensor, moments: Moments) -> Recorded:
-    """Gate statistics and variances of one step, in one transfer from the device."""
-    with measuring():
-        variance = moments.compute()
-        host = torch.cat([gates, variance.view(-1, 2).T.to(gates.device)]).cpu()
-    return Recorded(step, host[:4], host[4], host[5])

@@ -10,12 +10,13 @@ import torchmetrics
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from lit_resinit.find.gates import Gate
 from lit_resinit.graph import ops
-from lit_resinit.graph.tensors import is_not_forward, local, mean_and_variance, measuring, whole
-from lit_resinit.graph.where import Address, clean_name, locate, module_names
+from lit_resinit.graph.tensors import is_not_forward, mean_and_variance, measuring, whole
+from lit_resinit.graph.values import Graph
+from lit_resinit.graph.where import clean_name, locate, module_names
+from lit_resinit.judge.compare import Addition, AtAdditions
 from lit_resinit.plan.values import ResidualPlan
 
 
@@ -75,51 +76,26 @@ def _merge(count: Tensor, mean: Tensor, squares: Tensor) -> tuple[Tensor, Tensor
     return total, joint, (squares + count * (mean - joint).square()).sum(0)
 
 
-class Watcher(TorchDispatchMode):
-    """Context manager that measures stream and branch at every planned addition of one forward.
+class Measured:
+    """What was measured of stream and branch at the planned additions, left on the device until :meth:`moments`."""
 
-    The values stay on the device until :meth:`moments`. Operations other than the planned kinds of addition pass
-    untouched; a backward pass inside is ignored, so that recomputation is not counted twice.
-    """
-
-    def __init__(self, model: nn.Module, plan: ResidualPlan) -> None:
-        super().__init__()
-        self._names = module_names(model)
-        self._planned = {b.address: (i, b) for i, b in enumerate(plan.branches)}
-        self._kinds = {b.address.op for b in plan.branches}
-        self._counts: dict[tuple[str, str, str], int] = {}
+    def __init__(self, plan: ResidualPlan) -> None:
         self._size = len(plan.branches)
+        self._stream: Tensor | None = None
         self._seen: dict[int, list[tuple[Tensor, Tensor, int]]] = {}  # branch -> (mean, variance, count) twice
 
-    def __enter__(self) -> Watcher:
-        self._counts = {}
-        return super().__enter__()  # type: ignore[no-any-return]
+    def before(self, addition: Addition) -> None:
+        """Measure while both summands are as they were."""
+        if addition.value is not None:
+            self._measure(addition.index, addition.stream, addition.value)
+        else:
+            self._stream = addition.kept_stream()
 
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        op = ops.base_name(func)
-        if op not in self._kinds or is_not_forward(func):
-            return func(*args, **kwargs)
-        key = (*locate(self._names, 2), op)
-        count = self._counts[key] = self._counts.get(key, -1) + 1
-        found = self._planned.get(Address(*key, count))
-        if found is None:
-            return func(*args, **kwargs)
-        index, branch = found
-        tensors = [local(a) for a in tree_iter((args, kwargs)) if isinstance(a, Tensor)]
-        with measuring():
-            stream = tensors[branch.skip_input]
-            if branch.branch_input is not None:
-                self._measure(index, stream, tensors[branch.branch_input])
-            elif ops.written_arguments(func):
-                stream = stream.detach().clone()
-        out = func(*args, **kwargs)
-        if branch.branch_input is None:
-            with measuring():
-                self._measure(index, stream, local(out).detach() - stream)
-        return out
+    def after(self, addition: Addition, out: Tensor) -> None:
+        """Where the operation fuses the branch, it is what was added."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            self._measure(addition.index, stream, out - stream)
 
     def _measure(self, index: int, stream: Tensor, branch: Tensor) -> None:
         rows = self._seen.setdefault(index, [])
@@ -141,6 +117,44 @@ class Watcher(TorchDispatchMode):
             mean[index] = torch.stack([m.to(mean) for m, _, _ in rows])
             variance[index] = torch.stack([v.to(variance) for _, v, _ in rows])
         return count, mean, variance
+
+
+class Watcher(TorchDispatchMode):
+    """Context manager that measures stream and branch at every planned addition of one forward.
+
+    It records nothing: operations other than the planned kinds of addition pass untouched; a backward pass inside is
+    ignored, so that recomputation is not counted twice.
+
+    Args:
+        model: The model, with the plan applied.
+        plan: The plan.
+        measured: Where the measurements go; a place of its own when None.
+    """
+
+    def __init__(self, model: nn.Module, plan: ResidualPlan, measured: Measured | None = None) -> None:
+        super().__init__()
+        self._names = module_names(model)
+        self._measured = Measured(plan) if measured is None else measured
+        self._additions = AtAdditions(plan, (self._measured,))
+
+    def __enter__(self) -> Watcher:
+        self._additions.start(Graph())
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if ops.base_name(func) not in self._additions.kinds or is_not_forward(func):
+            return func(*args, **kwargs)
+        self._additions.begin(*locate(self._names, 2), func, args, kwargs)
+        out = func(*args, **kwargs)
+        self._additions.end(out)
+        return out
+
+    def moments(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """(count, mean, variance) of stream and branch, ``(2 * branches,)`` each; empties what was collected."""
+        return self._measured.moments()
 
 
 def gate_statistics(model: nn.Module, plan: ResidualPlan) -> Tensor:

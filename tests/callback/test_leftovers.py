@@ -67,7 +67,8 @@ def leftovers(module: nn.Module, ours: ResidualInit) -> list[str]:
         hooks = [h for h in part._forward_hooks.values() if type(h).__name__ != "GateHook"]
         if hooks or part._forward_pre_hooks or part._backward_hooks:
             found.append(f"a hook on {name}")
-    if ours._watch.observation is not None or ours._watch._watcher is not None or ours._loading is not None:
+    looks = (ours._trial and ours._trial.observes) or (ours._watching and ours._watching.measures)
+    if looks or ours._loading is not None:
         found.append("an observation")
     return found
 

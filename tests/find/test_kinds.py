@@ -154,6 +154,16 @@ def skip_from_the_start() -> nn.Module:
     return Long()
 
 
+def projected_in_turn() -> nn.Module:
+    def forward(net: nn.Module, x: Tensor) -> Tensor:
+        y = net.into(x)
+        x = x + net.f(y)
+        y = y + net.g(x)
+        return net.head(torch.cat([x, y], -1))
+
+    return Net(forward, into=linear(), f=mlp(), g=mlp(), head=nn.Linear(2 * WIDTH, 2))
+
+
 SEQUENCES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "both halves, then a layer": (lambda: nn.Sequential(linear(), both_halves(), linear()), 2),
     "both halves, then a norm": (lambda: nn.Sequential(linear(), both_halves(), nn.LayerNorm(WIDTH), linear()), 2),
@@ -169,6 +179,12 @@ SEQUENCES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "a stack in a branch, behind a norm": (lambda: nn.Sequential(nn.LayerNorm(WIDTH), nested(), linear()), 3),
     "stacks in branches": (lambda: nn.Sequential(linear(), nested(), nested(), linear()), 6),
     "a pooled end": (lambda: nn.Sequential(linear(), block(), block(), Net(lambda net, x: x.mean(1))), 2),
+    "a pooled end of the top module": (lambda: Net(lambda net, x: (x + net.f(x)).mean(1), f=mlp()), 1),
+    "a stack in a branch, behind an activation": (
+        lambda: nn.Sequential(block(), nn.ReLU(), nested(norm=False), linear()),
+        4,
+    ),
+    "a stream and a projection of it in turn": (projected_in_turn, 2),
     "a sum in a module of its own": (
         lambda: Net(lambda net, x: net.add(net.f(x), net.skip(x)), f=mlp(), skip=linear(), add=add_norm()),
         1,

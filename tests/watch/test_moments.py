@@ -10,9 +10,9 @@ import torch
 from networks import WIDTH, InPlace, Plain, Scaled, stack
 from torch import Tensor, nn
 
-from lit_resinit import apply_, make_plan
-from lit_resinit.watch.history import to_record
+from lit_resinit import History, apply_, make_plan
 from lit_resinit.watch.moments import Moments, Watcher, gate_statistics
+from lit_resinit.watch.watching import record
 
 X = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(0))
 
@@ -193,7 +193,8 @@ def test_gates_of_several_kinds_keep_their_order() -> None:
 def test_record_is_one_row_of_gates_and_variances() -> None:
     moments = Moments(4)
     moments.update(torch.ones(4), torch.zeros(4), torch.tensor([1.0, 2.0, 3.0, 4.0]))
-    record = to_record(7, torch.zeros(4, 2), moments)
-    assert record.step == 7
-    assert record.var_stream.tolist() == [1.0, 3.0]
-    assert record.var_branch.tolist() == [2.0, 4.0]
+    history = History(["a", "b"])
+    assert record(history, 7, torch.zeros(4, 2), moments)
+    assert history.steps.tolist() == [7]
+    assert history.var_stream.tolist() == [[1.0, 3.0]]
+    assert history.var_branch.tolist() == [[2.0, 4.0]]

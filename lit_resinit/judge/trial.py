@@ -1,0 +1,417 @@
+"""The first steps of a training on trial: observe, prove, judge, wait, wake, and say each finding once."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lit_resinit.errors import GradientError, IdentityError, ResInitError, warn
+from lit_resinit.graph.where import clean_name
+from lit_resinit.judge.compare import Reader
+from lit_resinit.judge.gradients import SLOW, GradientReport
+from lit_resinit.judge.identity import IdentityReport
+from lit_resinit.judge.observe import Observation
+from lit_resinit.judge.optimizers import STEPS_TO_MOVE, has_rate, not_moved
+from lit_resinit.judge.waking import Waking, until_stepped, until_unfrozen
+from lit_resinit.plan.values import ResidualPlan
+from lit_resinit.words import together
+
+# Steps that a gradient scaler may skip before its overflow counts as ours: torch's own starts at 2^16 and halves, so
+# that twenty are enough for any network whose gradients are finite at all.
+SCALER_WAIT = 50
+
+
+class Phase(enum.Enum):
+    """Where a trial stands; it goes down this list, and back up to ``DUE`` where a batch gave no verdict."""
+
+    DUE = "the next batch is observed"
+    FORWARD = "a forward is observed"
+    BACKWARD = "a forward was observed, its gradients are not judged yet"
+    JUDGED = "the gradients were judged, and the optimizer step of that verdict comes next"
+    ASLEEP = "some gate sleeps, on this rank or another: every real step is one more look"
+    AWAKE = "nothing is waited for"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that a trial has to say.
+
+    Args:
+        about: ``identity``: a branch is open; ``gradient``: a gate cannot learn; ``advice``: nothing stops for it.
+        message: What was checked, expected and found, where, and what to do next.
+        error: What to raise, with its report; None for advice.
+    """
+
+    about: Literal["identity", "gradient", "advice"]
+    message: str
+    error: ResInitError | None = None
+
+    @property
+    def level(self) -> Literal["error", "warning"]:
+        """Whether the run should stop."""
+        return "warning" if self.error is None else "error"
+
+
+def act(findings: Iterable[Finding]) -> None:
+    """Raise what stops a run, and warn of the rest, in the order of the findings."""
+    for finding in findings:
+        if finding.error is not None:
+            raise finding.error
+        warn(finding.message)
+
+
+def alone(found: bool) -> bool:
+    """The agreement of a single process."""
+    return found
+
+
+def _nothing() -> None:
+    """In place of a weak reference whose object has gone."""
+
+
+def any_rank(found: bool) -> bool:
+    """Whether any rank found something; every rank has to call it."""
+    return any(_of_every_rank(found))
+
+
+def _of_every_rank(value: Any) -> list[Any]:
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return [value]
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+class Trial:
+    """The first steps of a training: every finding comes once, from the call in which it is certain.
+
+    The first batch with a loss is observed, its branches compared with their skips, and the gradients of its backward
+    judged. Gates that sleep are looked at again at every optimizer step that really happens, until they wake or
+    ``patience`` is used up. A gradient scaler that skips steps, and gates whose own optimizer is still to step, are
+    waited for. Two real steps after the verdict, what has a gradient has to have moved.
+
+    In a loop of your own either :meth:`step` around forward and backward, or, where more is known, the four calls of
+    which it is made. From then on a call costs nothing.
+
+    Args:
+        model: The model, with the plan applied; held weakly.
+        plan: The plan.
+        patience: Optimizer steps that a gate may sleep before it counts as dead.
+        agree: Whether any rank found something, given whether this one did; :func:`any_rank` over the ranks of
+            ``torch.distributed``, which then all have to make the same calls.
+        fresh: Whether the gates are at their closing values still, so that there is an identity to prove.
+        unfreezes: Whether parameters that are frozen now are unfrozen later, so that their gates only sleep.
+
+    Attributes:
+        phase: The :class:`Phase`.
+        identity: The :class:`IdentityReport` of the observed forward; None before it, and where nothing is to prove.
+        gradients: The :class:`GradientReport` of the last judged step; None before it.
+
+    Example:
+        >>> from lit_resinit import apply_, make_plan
+        >>> layer, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True), torch.randn(2, 3, 8)
+        >>> plan = make_plan(layer, x)
+        >>> optimizer = torch.optim.SGD(apply_(layer, plan).parameters(), lr=0.1)
+        >>> trial = Trial(layer, plan)
+        >>> for _ in range(4):
+        ...     with trial.step(optimizer, x):
+        ...         layer(x).square().mean().backward()
+        ...     optimizer.step()
+        >>> trial.identity.ok, trial.gradients.ok, trial.phase.name
+        (True, True, 'AWAKE')
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: ResidualPlan,
+        patience: int = 3,
+        agree: Callable[[bool], bool] = alone,
+        *,
+        fresh: bool = True,
+        unfreezes: bool = False,
+    ) -> None:
+        self.phase = Phase.DUE
+        self.identity: IdentityReport | None = None
+        self.gradients: GradientReport | None = None
+        self._model: Callable[[], nn.Module | None] = weakref.ref(model)
+        self._plan, self._patience, self._agree = plan, patience, agree
+        self._proves, self._unfreezes = fresh, unfreezes
+        self._observation: Observation | None = None
+        self._waking: Waking | None = None
+        self._slept: dict[str, int] = {}  # before the run was resumed
+        self._waited = 0  # steps that a scaler skipped
+        self._steps = 0  # real ones since the verdict
+        self._graphs = _Graphs()
+
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+        model = self._model()
+        assert model is not None, "the model has gone"
+        return model
+
+    @property
+    def observes(self) -> bool:
+        """Whether a step is under observation."""
+        return self._observation is not None
+
+    @property
+    def due(self) -> bool:
+        """Whether the next optimizer step has something to judge."""
+        return self.phase is not Phase.AWAKE or self._steps <= STEPS_TO_MOVE
+
+    @property
+    def woke(self) -> dict[str, int] | None:
+        """After how many real steps each sleeper woke; None before the first verdict."""
+        return None if self._waking is None else self._waking.woke
+
+    # ---------------------------------------------------------------- the four calls of a step
+
+    @contextlib.contextmanager
+    def step(self, optimizer: Any, batch: Any = ()) -> Iterator[None]:
+        """Around forward and backward, before the optimizer's step: raises what stops a run, and warns of the rest."""
+        self.before_forward(batch)
+        try:
+            yield
+            act(self.before_step(optimizer))
+        except BaseException:
+            self.stop()
+            raise
+
+    def before_forward(self, batch: Any = (), readers: Sequence[Reader] = ()) -> None:
+        """Begin to observe, where that is due; tensors in the batch count as data, and readers measure along."""
+        self._graphs.begin_batch()
+        if self.phase is Phase.FORWARD:  # of a batch without a loss
+            self.drop()
+        if self.phase is Phase.DUE:
+            self._observation = Observation(self.model, self._plan, batch, readers)
+            self._observation.start()
+            self.phase = Phase.FORWARD
+
+    def after_forward(self, loss: Tensor, *, more: bool = False) -> list[Finding]:
+        """The forward is done: every branch has to have contributed exactly nothing.
+
+        Args:
+            loss: What the backward will start from.
+            more: Whether more forwards come before the optimizer's step, which are observed with this one.
+        """
+        if self._waking is not None and self._waking.waiting:
+            self._waking.before_backward(self.model, loss)
+        if self._observation is None or self.phase is not Phase.FORWARD:
+            return []
+        self._observation.link(loss)
+        return [] if more else self._end_forward()
+
+    def after_backward(self) -> list[Finding]:
+        """Judge the first gradients, where they are final now: no scaler, and no other optimizer before this one."""
+        return self._judge(None)
+
+    def before_step(self, optimizer: Any, skipped: bool | None = None, held: set[str] | None = None) -> list[Finding]:
+        """Judge the gradients, if that is still due, and look at sleepers again.
+
+        Args:
+            optimizer: The one that steps, with gradients unscaled.
+            skipped: Whether a gradient scaler will skip the step, as far as this rank knows; None without one.
+            held: Names of the parameters that this optimizer moves, where there are several; None for all.
+        """
+        seen = self._observation is not None and self._observation.saw_backward
+        findings = self._end_forward() if seen else []
+        if not self.due:
+            return findings
+        if skipped is not None and self._agree(skipped) and self._waited < SCALER_WAIT:
+            self._wait()
+            return findings
+        return [*findings, *self._judge(held), *self._look_again(optimizer, held), *self._not_moved(optimizer)]
+
+    # ---------------------------------------------------------------- between the steps, and at the end
+
+    def end_batch(self, *, accumulates: bool = False) -> None:
+        """The batch is over; one that gave no verdict is forgotten, unless more batches lead to the same step."""
+        if self._observation is not None:
+            self._observation.stop()
+            self.phase = Phase.BACKWARD
+            if not accumulates:
+                self.drop()
+        self._graphs.end_batch()
+
+    def drop(self) -> None:
+        """Give up what was observed; the next batch is observed instead."""
+        if self._observation is not None:
+            self._retire()
+            self.phase = Phase.DUE
+
+    def stop(self) -> None:
+        """Leave no hook or mode behind; a loss that an exception holds may still need its graph."""
+        self.drop()
+
+    def close(self) -> None:
+        """Leave nothing behind but the reports and the state, which can be pickled."""
+        self.stop()
+        self._model, self._agree = _nothing, alone
+        self._graphs.clear()
+
+    def end(self) -> list[Finding]:
+        """The training is over: what was to be unfrozen has to have been."""
+        waiting = self.state()["slept"] if self._waking is not None and self._unfreezes else {}
+        frozen = [n for n, p in self.model.named_parameters() if clean_name(n) in waiting and not p.requires_grad]
+        if not frozen:
+            return []
+        return _advice(
+            f"{len(frozen)} gates are still frozen at the end ({together(frozen)}): they were to be unfrozen, and "
+            "were not, so their branches never contributed. Unfreeze them earlier, or train longer."
+        )
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run has to know, in plain types."""
+        return {"slept": dict(self._slept if self._waking is None else self._waking.slept)}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on with the patience of a run that was interrupted."""
+        self._slept = {str(name): int(steps) for name, steps in state["slept"].items()}
+
+    # ---------------------------------------------------------------- what is done in them
+
+    def _end_forward(self) -> list[Finding]:
+        if self._observation is None or self.phase is not Phase.FORWARD:
+            return []
+        self._observation.stop()
+        self.phase = Phase.BACKWARD
+        if not self._proves:
+            return []
+        self._proves, self.identity = False, self._observation.identity
+        found = self._agreed("" if self.identity.ok else str(self.identity))
+        if found:
+            return [Finding("identity", found, IdentityError(found, self.identity))]
+        return _changed_streams(self.identity)
+
+    def _judge(self, held: set[str] | None) -> list[Finding]:
+        """The first verdict; gates other than those ``held`` by this optimizer may have no gradient yet."""
+        if self._observation is None or not self._observation.saw_backward:
+            return []
+        self._observation.finish()
+        report = self._observation.gradients
+        self._retire()
+        self.phase = Phase.JUDGED
+        report = until_unfrozen(report, self.model) if self._unfreezes else report
+        report = until_stepped(report, held) if held is not None else report
+        self._waking = Waking(report, self._patience)
+        self._alive = {n for n, g in report.gates.items() if g.status == "alive"}
+        if self._slept:  # a run that was resumed: this is one more look at those that slept before
+            report, self._slept = self._waking.resume(self.model, self._slept), {}
+        self.gradients = report
+        return [*self._alarms(), *_sizes(report)]
+
+    def _look_again(self, optimizer: Any, held: set[str] | None) -> list[Finding]:
+        """A real step: some gate may have woken, or used up its patience."""
+        if self._waking is None:
+            return []
+        found: list[Finding] = []
+        if self.phase is Phase.ASLEEP and has_rate(optimizer):
+            self.gradients = self._waking.step(self.model, held)
+            found = self._alarms()
+        elif self.phase is not Phase.JUDGED:
+            return []
+        self.phase = Phase.ASLEEP if self._agree(self._waking.waiting) else Phase.AWAKE
+        return found
+
+    def _not_moved(self, optimizer: Any) -> list[Finding]:
+        """Some steps after the verdict, what has a gradient should have moved."""
+        if self._waking is None or self._steps > STEPS_TO_MOVE:
+            return []
+        ripe = self._steps == STEPS_TO_MOVE and bool(self._alive)
+        self._steps += has_rate(optimizer)
+        return _advice(not_moved(optimizer, self.model, self._plan, self._alive)) if ripe else []
+
+    def _alarms(self) -> list[Finding]:
+        assert self.gradients is not None
+        found = self._agreed("" if self.gradients.ok else str(self.gradients))
+        return [Finding("gradient", found, GradientError(found, self.gradients))] if found else []
+
+    def _wait(self) -> None:
+        """A step that a scaler skips says nothing; a verdict that is still due needs another batch."""
+        if self._waking is None:
+            self._waited += 1
+            self.drop()
+
+    def _agreed(self, message: str) -> str:
+        """One rank's finding is every rank's, so that all of them raise, or none; "" when none found anything."""
+        if not self._agree(bool(message)) or self._agree is alone:
+            return message
+        texts = enumerate(_of_every_rank(message))
+        found = next((f"on rank {rank}: {text}" for rank, text in texts if text), "on another rank, which says more.")
+        return message or found
+
+    def _retire(self) -> None:
+        """Let go of the observation, but of its graph only when the loss of this batch is gone."""
+        if self._observation is not None:
+            self._observation.close()
+            self._graphs.keep(self._observation.graph)
+            self._observation = None
+
+
+class _Graphs:
+    """Autograd functions that have to outlive the loss of their batch, which a loop holds until the next one is over.
+
+    See :meth:`~lit_resinit.judge.backward.Errors.release`.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[int, list[Any]]] = []
+        self._batch = 0
+
+    def keep(self, functions: list[Any]) -> None:
+        self._kept.append((self._batch, functions))
+
+    def begin_batch(self) -> None:
+        self.end_batch()
+        self._batch += 1
+
+    def end_batch(self) -> None:
+        self._kept = [(batch, functions) for batch, functions in self._kept if batch >= self._batch]
+
+    def clear(self) -> None:
+        self._kept = []
+
+
+# -------------------------------------------------------------------- advice
+
+
+def _advice(message: str) -> list[Finding]:
+    return [Finding("advice", message)] if message else []
+
+
+def _changed_streams(report: IdentityReport) -> list[Finding]:
+    changed = [s for s in report.stacks if s.changed_by and s.deviation > 0]
+    if not changed:
+        return []
+    return _advice(
+        f"the stream from {changed[0].first} to {changed[0].last} also passes "
+        f"{', '.join(changed[0].changed_by[:4])}: the branches are closed, "
+        "but the stack is the identity only up to these."
+    )
+
+
+def _sizes(report: GradientReport) -> list[Finding]:
+    """Gradients that are far too large, and gates that hardly any of the error reaches."""
+    found: list[Finding] = []
+    exploding = [g for g in report.gates.values() if g.status == "exploding"]
+    if exploding:
+        where = f", at {exploding[0].source}" if exploding[0].source else ""
+        found += _advice(f"{together([g.parameter for g in exploding])}: {exploding[0].cause}{where}.")
+    slow = [g for g in report.gates.values() if g.status == "alive" and g.slope < SLOW]
+    if slow:
+        by = f", attenuated by {slow[0].attenuated_by}" if slow[0].attenuated_by else ""
+        found += _advice(
+            f"slow start: only {slow[0].slope:.1e} of the error reaches "
+            f"{together([g.parameter for g in slow])}{by}. "
+            "Raise that factor, or close it instead of what lies before it."
+        )
+    return found
