@@ -1,4 +1,4 @@
-"""Freeze what the package says about some 600 networks, so that a rewrite of the finder cannot lose a verdict.
+"""Freeze what the package says about some 1,000 networks, so that a rewrite of the finder cannot lose a verdict.
 
 Run as ``python -m benchmarks.freeze [--only KIND ...]`` to trace the networks anew (needs the libraries of the extra
 ``zoo``), ``--diff`` to show what changed since the answers were frozen, ``--accept`` to freeze those of today. The
@@ -15,6 +15,7 @@ import importlib
 import json
 import logging
 import pkgutil
+import random
 import signal
 import sys
 import warnings
@@ -37,7 +38,8 @@ from frozen_graphs import Freezer
 TESTS = Path(__file__).parent.parent / "tests"
 PART = 20_000  # nodes in one file
 LARGEST = 6_000  # nodes of one network
-LIMIT = 60  # seconds for one network
+LARGEST_PUBLIC = 1_500  # nodes of one network that stands for a family
+LIMIT = 20  # seconds for one network
 
 PYTEST = ("-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 
@@ -159,7 +161,7 @@ def freeze_tests(collector: Collector) -> None:
     watching = _Watching(collector)
     files = [p for p in sorted(TESTS.rglob("test_*.py")) if "make_plan" in p.read_text() or "apply_" in p.read_text()]
     slow = ("test_benchmarks", "test_examples", "test_elsewhere", "test_frozen", "test_imports")
-    chosen = [str(p) for p in files if not p.name.startswith(slow) and p.parent.name != "trainer"]
+    chosen = [str(p) for p in files if not p.name.startswith(slow) and p.parent.name != "callback"]
     with every_trace(watching.seen):
         pytest.main([*PYTEST, *chosen], plugins=[watching])
 
@@ -180,7 +182,150 @@ def zoo() -> Iterator[Subject]:
         yield entry["id"], made
 
 
-KINDS: dict[str, Callable[[], Iterator[Subject]]] = {"zoo": zoo}
+def torchvision_models() -> Iterator[Subject]:
+    """Classifiers of torchvision, the smallest of every family."""
+    import torchvision
+
+    def made(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+        size = 224 if "vit" in name else 96
+        return torchvision.models.get_model(name, weights=None), (torch.randn(2, 3, size, size),), {}
+
+    names = torchvision.models.list_models(module=torchvision.models)
+    for name in _smallest_of_each({n: torchvision.models.get_model_builder(n).__module__ for n in names}):
+        yield name, lambda name=name: made(name)
+
+
+def timm_models() -> Iterator[Subject]:
+    """Two of every family of timm, at the smallest input that they take."""
+    from timm.models import _registry, create_model, list_models
+
+    def made(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+        model = create_model(name, num_classes=10)
+        config = model.pretrained_cfg
+        size = config.get("min_input_size") or config["input_size"]
+        return model, (torch.randn(2, *(config["input_size"] if config.get("fixed_input_size") else size)),), {}
+
+    module_of = {n: _registry._model_to_module[n] for n in list_models()}
+    for name in _smallest_of_each(module_of, 2):
+        yield name, lambda name=name: made(name)
+
+
+_SMALL_WORDS = (
+    "test",
+    "femto",
+    "atto",
+    "pico",
+    "nano",
+    "tiny",
+    "xx",
+    "small",
+    "_s",
+    "mini",
+    "050",
+    "18",
+    "_b0",
+    "_0",
+    "400mf",
+)
+_LARGE_WORDS = ("base", "large", "huge", "giant", "101", "152", "200", "so400m", "_l", "_xl", "gigantic", "384", "512")
+
+
+def _smallest_of_each(module_of: dict[str, str], count: int = 1) -> Iterator[str]:
+    """The names of every module that sound smallest."""
+    families: dict[str, list[str]] = {}
+    for name, module in module_of.items():
+        families.setdefault(module, []).append(name)
+
+    def size(name: str) -> tuple[int, str]:
+        return sum(w in name for w in _LARGE_WORDS) - sum(w in name for w in _SMALL_WORDS), name
+
+    for names in families.values():
+        yield from sorted(names, key=size)[:count]
+
+
+# What makes a configuration of transformers small; a name that a configuration lacks is passed over.
+_TINY: dict[str, Any] = {
+    **dict.fromkeys(["hidden_size", "d_model", "dim", "embed_dim", "n_embd", "embedding_size", "dim_model"], 32),
+    **dict.fromkeys(["intermediate_size", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim", "n_inner"], 64),
+    **dict.fromkeys(["moe_intermediate_size", "shared_expert_intermediate_size", "hidden_dim"], 32),
+    **dict.fromkeys(["attention_hidden_size"], 32),
+    **dict.fromkeys(["num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"], 2),
+    **dict.fromkeys(["num_decoder_layers"], 2),
+    **dict.fromkeys(["num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads"], 4),
+    **dict.fromkeys(["decoder_attention_heads", "num_key_value_heads"], 4),
+    **dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts"], 4),
+    **dict.fromkeys(["num_experts_per_tok"], 2),
+    **dict.fromkeys(["head_dim", "d_kv"], 8),
+    **dict.fromkeys(["vocab_size"], 99),
+    **dict.fromkeys(["image_size"], 32),
+    **dict.fromkeys(["patch_size"], 8),
+    **dict.fromkeys(["pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"], 1),
+}
+
+
+def transformers_models() -> Iterator[Subject]:
+    """Every configuration of transformers that becomes small, and runs, by the names that most of them share."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    def made(kind: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+        default = transformers.AutoConfig.for_model(kind)
+        names = [n for n in _TINY if isinstance(getattr(default, n, None), int) and n not in default.attribute_map]
+        config = transformers.AutoConfig.for_model(kind, **{n: _TINY[n] for n in names})
+        if getattr(config, "sub_configs", None):
+            raise ValueError("made of several models")
+        with torch.device("meta"):
+            size = sum(p.numel() for p in transformers.AutoModel.from_config(config).parameters())
+        if size > 5_000_000:
+            raise ValueError(f"does not become small: {size} parameters")
+        model = transformers.AutoModel.from_config(config)
+        tokens = torch.randint(2, 90, (2, 8))
+        images = torch.randn(2, getattr(config, "num_channels", 3), 32, 32)
+        inputs = {"input_ids": tokens, "pixel_values": images}[model.main_input_name]
+        more = {"decoder_input_ids": tokens} if config.is_encoder_decoder else {}
+        return model, (), {model.main_input_name: inputs, **more}
+
+    for kind in MODEL_MAPPING_NAMES:
+        yield kind, lambda kind=kind: made(kind)
+
+
+def random_stacks() -> Iterator[Subject]:
+    """Blocks of the tests' networks, stacked at random."""
+    import networks
+
+    def norm_and_layer() -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(networks.WIDTH), nn.Linear(networks.WIDTH, networks.WIDTH))
+
+    blocks: list[Callable[[], nn.Module]] = [
+        *(networks.Plain, networks.InPlace, networks.Scaled, networks.PreNorm, networks.PostNorm, networks.NormLast),
+        *(networks.mlp, norm_and_layer, nn.ReLU, networks.RootMeanSquare, lambda: networks.Scaled(value=0.0)),
+        lambda: networks.Scaled(value=0.5, size=networks.WIDTH),
+    ]
+
+    def made(seed: int) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+        draw = random.Random(seed)
+
+        def stack(depth: int) -> nn.Sequential:
+            chosen = [draw.choice(blocks)() for _ in range(draw.randint(1, 5))]
+            for block in chosen:
+                if depth and isinstance(getattr(block, "f", None), nn.Sequential) and draw.random() < 0.4:
+                    block.f = stack(depth - 1).append(nn.Linear(networks.WIDTH, networks.WIDTH))
+            return nn.Sequential(*chosen)
+
+        model = stack(2).append(nn.Linear(networks.WIDTH, 3))
+        return model, (torch.randn(2, networks.WIDTH),), {}
+
+    for seed in range(120):
+        yield str(seed), lambda seed=seed: made(seed)
+
+
+KINDS: dict[str, Callable[[], Iterator[Subject]]] = {
+    "zoo": zoo,
+    "torchvision": torchvision_models,
+    "timm": timm_models,
+    "transformers": transformers_models,
+    "random": random_stacks,
+}
 
 
 def freeze_subjects(collector: Collector, subjects: Iterator[Subject]) -> None:
@@ -190,7 +335,9 @@ def freeze_subjects(collector: Collector, subjects: Iterator[Subject]) -> None:
         try:
             with _time_limit():
                 model, args, kwargs = build()
-                left_out = collector.add(name, trace(model, args, kwargs), model)
+                graph = trace(model, args, kwargs)
+                small = collector.kind == "zoo" or len(graph.nodes) <= LARGEST_PUBLIC
+                left_out = collector.add(name, graph, model) if small else f"{len(graph.nodes)} nodes"
         except (Exception, TimeoutError) as error:
             if isinstance(error, AssertionError):
                 raise

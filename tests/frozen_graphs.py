@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import lzma
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -26,6 +27,8 @@ from lit_resinit.plan.make import plan_graph
 
 FOLDER = Path(__file__).with_name("frozen")
 SCHEMES = ("auto", "observe", "insert", "last_layer")
+_SMALL = 600  # nodes up to which every scheme is tried; a larger network gets the first two, which takes half the time
+_ELEMENTS = 1000  # of a parameter; trailing axes of a larger one are cut to 1, for nothing but its values is asked
 _ADDITION = ("node", "skip", "branch", "stream", "projection", "scales", "block")
 _NAMESPACES = ("aten", "prims")  # what every build of torch has
 
@@ -46,7 +49,8 @@ def judge(graph: Graph, model: nn.Module) -> dict[str, Any]:
     """Every addition and the plan of every scheme, in plain types."""
     streams = find(graph).streams
     answer = {"additions": [_addition(a, streams.link(a.node)) for a in streams]}
-    answer |= {scheme: _plan(graph, model, scheme) for scheme in SCHEMES}
+    schemes = SCHEMES if len(graph.nodes) <= _SMALL else SCHEMES[:2]
+    answer |= {scheme: _plan(graph, model, scheme) for scheme in schemes}
     return json.loads(json.dumps(answer))
 
 
@@ -105,7 +109,12 @@ def parts() -> list[str]:
 
 def read_part(name: str) -> tuple[list[Frozen], dict[str, Any]]:
     """The graphs of a part, and the frozen answers by graph."""
-    return thaw(_read(FOLDER / f"{name}.graphs.json.xz")), _read(FOLDER / f"{name}.answers.json.xz")
+    return thaw(_read(FOLDER / f"{name}.graphs.json.xz")), read_answers(name)
+
+
+def read_answers(name: str) -> dict[str, Any]:
+    """The frozen answers of a part by graph."""
+    return _read(FOLDER / f"{name}.answers.json.xz")
 
 
 def write_graphs(name: str, content: dict[str, Any]) -> None:
@@ -381,6 +390,7 @@ def _skeleton(frozen: dict[str, Any], values: list[Any]) -> nn.Module:
 
 def _thaw_parameter(shape: tuple[int, ...], dtype: str, graded: bool, constants: Any) -> nn.Parameter:
     """A parameter without memory of its own; what is not constant becomes uneven numbers."""
+    shape = _cut(shape)
     kind = getattr(torch, dtype.removeprefix("torch."))
     if constants is not None and not isinstance(constants, list):
         return nn.Parameter(torch.full((), constants, dtype=kind).expand(shape), graded)
@@ -393,3 +403,10 @@ def _thaw_parameter(shape: tuple[int, ...], dtype: str, graded: bool, constants:
         for position, value in constants:
             pattern[position] = value
     return nn.Parameter(pattern.to(kind), graded)
+
+
+def _cut(shape: tuple[int, ...]) -> tuple[int, ...]:
+    for axis in range(len(shape) - 1, 0, -1):
+        if math.prod(shape) > _ELEMENTS:
+            shape = (*shape[:axis], 1, *shape[axis + 1 :])
+    return shape

@@ -1,4 +1,4 @@
-"""What the package says about some 600 frozen graphs is what it said when they were frozen.
+"""What the package says about some 1,000 frozen graphs is what it said when they were frozen.
 
 After an intended change of a verdict: ``python -m benchmarks.freeze --diff`` shows it, ``--accept`` freezes it.
 """
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from frozen_graphs import Frozen, differences, judge, parts, read_part
+from frozen_graphs import Frozen, differences, judge, parts, read_answers, read_part
 
 SHOWN = 12
 
@@ -26,9 +26,16 @@ def first_difference(expected: dict[str, Any], frozen: Frozen) -> list[str]:
 
 
 def test_there_are_frozen_graphs_with_and_without_branches() -> None:
-    answers = {name: answer for part in parts() for name, answer in read_part(part)[1].items()}
-    assert len(answers) > 150
+    answers = {name: answer for part in parts() for name, answer in read_answers(part).items()}
+    assert len(answers) > 900
     assert len({bool(answer["additions"]) for answer in answers.values()}) == 2
+
+
+@pytest.fixture(scope="module")
+def network() -> tuple[Frozen, dict[str, Any]]:
+    """One frozen network with branches, and its answer."""
+    frozen, expected = read_part("torchvision_00")
+    return next((f, expected[f.name]) for f in frozen if expected[f.name]["additions"])
 
 
 def lose(answer: dict[str, Any]) -> None:
@@ -46,9 +53,11 @@ def rename(answer: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "where"), [(lose, "lost none; new node"), (move, "stream: expected"), (rename, "branches[0].name")]
 )
-def test_every_difference_is_seen_and_said(change: Callable[[dict[str, Any]], None], where: str) -> None:
-    frozen, expected = read_part("zoo_00")
-    answer = copy.deepcopy(expected[frozen[0].name])
+def test_every_difference_is_seen_and_said(
+    network: tuple[Frozen, dict[str, Any]], change: Callable[[dict[str, Any]], None], where: str
+) -> None:
+    frozen, expected = network
+    answer = copy.deepcopy(expected)
     change(answer)
-    (line,) = first_difference(answer, frozen[0])
+    (line,) = first_difference(answer, frozen)
     assert where in line
