@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from lit_resinit.errors import ResInitError
-from lit_resinit.find.branches import find
 from lit_resinit.find.streams import Addition, Link
 from lit_resinit.graph.values import Call, Graph, ModuleOutput, Node
 from lit_resinit.plan.make import plan_graph
+from lit_resinit.plan.survey import Survey, survey
 
 FOLDER = Path(__file__).with_name("frozen")
 SCHEMES = ("auto", "observe", "insert", "last_layer")
@@ -47,10 +47,10 @@ class Frozen:
 
 def judge(graph: Graph, model: nn.Module) -> dict[str, Any]:
     """Every addition and the plan of every scheme, in plain types."""
-    streams = find(graph).streams
-    answer = {"additions": [_addition(a, streams.link(a.node)) for a in streams]}
+    known = survey(model, graph)
+    answer = {"additions": [_addition(a, known.streams.link(a.node)) for a in known.streams]}
     schemes = SCHEMES if len(graph.nodes) <= _SMALL else SCHEMES[:2]
-    answer |= {scheme: _plan(graph, model, scheme) for scheme in schemes}
+    answer |= {scheme: _plan(known, model, scheme) for scheme in schemes}
     return json.loads(json.dumps(answer))
 
 
@@ -59,9 +59,9 @@ def _addition(addition: Addition, link: Link) -> dict[str, Any]:
     return plain | {"address": dataclasses.asdict(addition.address)} | dataclasses.asdict(link)
 
 
-def _plan(graph: Graph, model: nn.Module, scheme: Any) -> dict[str, Any]:
+def _plan(known: Survey, model: nn.Module, scheme: Any) -> dict[str, Any]:
     try:
-        return plan_graph(model, graph, scheme).to_dict()
+        return plan_graph(model, known.graph, scheme, known=known).to_dict()
     except ResInitError as error:
         return {"error": type(error).__name__, "text": str(error)}
 

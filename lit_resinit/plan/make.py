@@ -15,7 +15,7 @@ from lit_resinit.graph.trace import Run, call_model, trace
 from lit_resinit.graph.values import Graph
 from lit_resinit.plan.decide import decide
 from lit_resinit.plan.describe import describe, streams, zero_layers
-from lit_resinit.plan.survey import survey
+from lit_resinit.plan.survey import Survey, survey
 from lit_resinit.plan.values import Branch, ResidualPlan, Scheme
 
 
@@ -125,9 +125,10 @@ def plan_graph(
     scheme: Scheme,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
+    known: Survey | None = None,
 ) -> ResidualPlan:
-    """The plan, given a traced forward of the model."""
-    known = survey(model, graph)
+    """The plan, given a traced forward of the model, and the survey of it where that was made already."""
+    known = known or survey(model, graph)
     chosen = select(list(known.names.values()), include, exclude)
     if not known.additions and scheme != "observe":
         raise NoBranchError(_nothing_found(model, graph))

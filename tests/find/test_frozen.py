@@ -61,3 +61,12 @@ def test_every_difference_is_seen_and_said(
     change(answer)
     (line,) = first_difference(answer, frozen)
     assert where in line
+
+
+RESIDUAL = ("Plain", "InPlace", "Scaled", "PreNorm", "PostNorm", "NormLast")  # of tests/networks.py
+
+
+def test_random_stacks_have_an_addition_for_each_residual_block() -> None:
+    frozen, expected = read_part("random_00")
+    found = {f.name: len(expected[f.name]["additions"]) for f in frozen}
+    assert found == {f.name: sum(type(m).__name__ in RESIDUAL for m in f.model.modules()) for f in frozen}
