@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from lit_resinit.graph import ops
-from lit_resinit.graph.lower import Spelling
-from lit_resinit.graph.tensors import covers_memory, geometry, is_not_forward, measuring
+from lit_resinit.graph.lower import lower
+from lit_resinit.graph.memory import Memory
+from lit_resinit.graph.tensors import is_not_forward, measuring
 from lit_resinit.graph.values import Call, Graph, ModuleOutput, Node
 from lit_resinit.graph.where import aliases, clean_name, locate, module_names, user_line
 
@@ -35,16 +35,6 @@ def _holds_tensor(argument: Any) -> bool:
 
 class _NotACopyError(Exception):
     """A copied network runs code of the original: a function kept as an attribute, which remembers the module."""
-
-
-class _Storage:
-    """What is known about one piece of memory: the newest value, and the values of its views."""
-
-    __slots__ = ("keep", "latest", "views")
-
-    def __init__(self, keep: Any, latest: int) -> None:
-        self.keep, self.latest = keep, latest
-        self.views: dict[tuple[Any, ...], int] = {}
 
 
 class Listener:
@@ -99,9 +89,7 @@ class Recorder(TorchDispatchMode):
         self.graph = Graph(aliases=aliases(model, self.names))
         for listener in self.listeners:
             listener.start(self.graph)
-        self._keep_storage = keep_storage
-        self._memory: dict[int, _Storage] = {}
-        self._objects: dict[int, tuple[Any, int]] = {}
+        self.memory = Memory(self.graph, keep_storage=keep_storage)
         self._modules = {clean_name(name): module for name, module in model.named_modules()}
         noted = (m for m in model.modules() if not hasattr(m, "_orig_mod") and takes_hooks(m))
         self._noted = list(noted) if note_outputs else []
@@ -147,8 +135,7 @@ class Recorder(TorchDispatchMode):
 
     def forget(self) -> None:
         """Let go of every tensor and listener; the graph stays."""
-        self._memory.clear()
-        self._objects.clear()
+        self.memory.clear()
         self.listeners.clear()
 
     # ---------------------------------------------------------------- values and memory
@@ -156,42 +143,18 @@ class Recorder(TorchDispatchMode):
     def _leaf(
         self, tensor: Tensor, op: str, name: str, *, data: bool = False, learned: bool = False, anew: bool = False
     ) -> int:
-        known = None if anew else self.find(tensor)
+        known = None if anew else self.memory.find(tensor)
         if known is not None:
             return known
         index = self.graph.add(op, (), -1, tuple(tensor.shape), name=name, data=data, learned=learned)
-        self._remember(tensor, index, fresh=True)
+        self.memory.remember(tensor, index, fresh=True)
         for listener in self.listeners:
             listener.leaf(self.graph.nodes[index], tensor, anew=anew)
         return index
 
-    def find(self, tensor: Tensor) -> int | None:
-        """Index of the node behind a tensor, if it is known."""
-        try:
-            record = self._memory.get(tensor.untyped_storage()._cdata)
-        except NotImplementedError:  # sparse and nested tensors have no storage
-            found = self._objects.get(id(tensor))
-            return None if found is None else found[1]
-        if record is None:
-            return None
-        return record.views.get(geometry(tensor), record.latest)
-
-    def _remember(self, tensor: Tensor, index: int, *, fresh: bool) -> None:
-        try:
-            storage = tensor.untyped_storage()
-        except NotImplementedError:
-            self._objects[id(tensor)] = (tensor, index)
-            return
-        key = storage._cdata
-        record = self._memory.get(key)
-        if record is None or fresh:
-            keep = storage if self._keep_storage else torch.multiprocessing.reductions.StorageWeakRef(storage)
-            record = self._memory[key] = _Storage(keep, index)
-        record.views[geometry(tensor)] = index
-
     def node_of(self, tensor: Tensor, owner: str = "") -> int:
         """Index of the node behind a tensor; an unknown one is a constant, or a parameter of the running module."""
-        found = self.find(tensor)
+        found = self.memory.find(tensor)
         if isinstance(tensor, nn.Parameter) and (found is None or self.graph.nodes[found].op != "parameter"):
             name = self._gathered_name(tensor, owner)
             if name:
@@ -231,8 +194,8 @@ class Recorder(TorchDispatchMode):
             self._draw([t for t in results if t.numel() == 1])
         if not results and not written:
             return
-        nodes = Spelling(graph, index, call, args, kwargs, self.node_of).nodes(results)
-        self.place(func, args, kwargs, results, nodes)
+        nodes = lower(graph, index, call, args, kwargs, results, self.node_of)
+        self.memory.place(func, args, kwargs, results, nodes)
         call.outputs = tuple(n for n in nodes if graph.nodes[n].call == index)
 
     def _draw(self, lots: list[Tensor]) -> None:
@@ -243,60 +206,13 @@ class Recorder(TorchDispatchMode):
                 if not isinstance(tensor, FakeTensor):  # which has no memory, and no value to look at
                     tensor.fill_(self._lot)
 
-    def place(
-        self,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        results: list[Tensor],
-        nodes: Sequence[int],
-    ) -> None:
-        """Note in which memory the results of an operation lie, and what in-place ones overwrite."""
-        written = ops.written_arguments(func)
-        targets = [kwargs.get(w) if isinstance(w, str) else args[w] if w < len(args) else None for w in written]
-        for position, (tensor, node) in enumerate(zip(results, nodes, strict=True)):
-            overwrites = position < len(targets) and targets[position] is tensor
-            if overwrites:
-                self._overwrite(tensor, node)
-            else:
-                self._remember(
-                    tensor, node, fresh=not any(tensor is t for t in targets) and not self._aliases(tensor, args)
-                )
-
-    def _aliases(self, tensor: Tensor, args: tuple[Any, ...]) -> bool:
-        try:
-            key = tensor.untyped_storage()._cdata
-        except NotImplementedError:
-            return False
-        for value in tree_iter(args):
-            if isinstance(value, Tensor):
-                with contextlib.suppress(NotImplementedError):
-                    if value.untyped_storage()._cdata == key:
-                        return True
-        return False
-
-    def _overwrite(self, tensor: Tensor, node: int) -> None:
-        """After an in-place operation every view of that memory shows the new value, in the part that was written."""
-        try:
-            record = self._memory[tensor.untyped_storage()._cdata]
-        except (NotImplementedError, KeyError):
-            self._remember(tensor, node, fresh=True)
-            return
-        before = self.graph.nodes[record.latest]
-        if not covers_memory(tensor) and before.shape != tuple(tensor.shape):
-            call, region = self.graph.nodes[node].call, geometry(tensor)
-            record.latest = self.graph.add("copy_into", (before.index, node), call, before.shape, region=region)
-        else:
-            record.latest = node
-        record.views = {geometry(tensor): node}
-
     def _note_output(self, module: nn.Module, args: Any, output: Any) -> None:
         name = self.names.get(id(module))
         if name is None or torch._C._current_graph_task_id() != -1:
             return
         leaves = list(tree_iter(output))
-        nodes = [self.find(t) for t in leaves if isinstance(t, Tensor)]
-        held = [self.find(t) for t in _held_by(leaves)]
+        nodes = [self.memory.find(t) for t in leaves if isinstance(t, Tensor)]
+        held = [self.memory.find(t) for t in _held_by(leaves)]
         self.graph.outputs.append(
             ModuleOutput(name, *(tuple(-1 if n is None else n for n in ns) for ns in (nodes, held)))
         )

@@ -77,7 +77,7 @@ class Errors(Listener):
         """An operation of a forward that the backward runs again: its autograd function is that of the first run."""
         first, results = self._known.find(call), [t for t in tree_iter(out) if isinstance(t, Tensor)]
         if first is not None and len(first.outputs) == len(results):
-            self.recorder.place(func, args, kwargs, results, first.outputs)
+            self.recorder.memory.place(func, args, kwargs, results, first.outputs)
         self._fresh = _tensors(out)
 
     def link(self, tensor: Tensor) -> None:
@@ -101,7 +101,7 @@ class Errors(Listener):
             self.link(tensor)
 
     def _call_behind(self, tensor: Tensor) -> int:
-        node = self.recorder.find(tensor)
+        node = self.recorder.memory.find(tensor)
         return self.recorder.graph.nodes[node].call if node is not None else -1
 
     # ---------------------------------------------------------------- the backward
