@@ -13,7 +13,8 @@ from lit_resinit.judge.gradients import GradientReport
 from lit_resinit.judge.identity import BranchIdentity, IdentityReport
 from lit_resinit.judge.waking import Waking
 from lit_resinit.plan.values import Branch, ResidualPlan
-from lit_resinit.watch.moments import Moments, Watcher
+from lit_resinit.watch.measure import Watcher
+from lit_resinit.watch.moments import Moments
 
 CASES = {name: item for name, item in load().items() if not item.lightning}
 REFUSED = {n: c for n, c in CASES.items() if "refuse" in c.expect.get("apply", {})}

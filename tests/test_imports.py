@@ -146,3 +146,8 @@ def test_public_names_are_all_there() -> None:
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="Residual"):
         _ = lit_resinit.Residual
+
+
+def test_torchmetrics_is_imported_when_it_is_needed() -> None:
+    done = run("import sys, lit_resinit, lit_resinit.cli\nassert 'torchmetrics' not in sys.modules")
+    assert done.returncode == 0, done.stderr

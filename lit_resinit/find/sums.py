@@ -45,7 +45,7 @@ class NetworkUses:
             for source in node.inputs:
                 below = self._learned[node.index] or (reads and graph.nodes[source].data)
                 self._learned[source] = self._learned[source] or below
-        returned = {n for output in graph.outputs for n in output.nodes}
+        returned = {n for output in graph.outputs for n in (*output.nodes, *output.held)}
         self._returned = {n for n in returned if math.prod(graph.nodes[n].shape) > 1}  # a single number is a loss
 
     def feeds_layer(self, index: int) -> bool:

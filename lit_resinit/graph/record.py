@@ -294,5 +294,16 @@ class Recorder(TorchDispatchMode):
         name = self.names.get(id(module))
         if name is None or torch._C._current_graph_task_id() != -1:
             return
-        nodes = [self.find(t) for t in tree_iter(output) if isinstance(t, Tensor)]
-        self.graph.outputs.append(ModuleOutput(name, tuple(-1 if n is None else n for n in nodes)))
+        leaves = list(tree_iter(output))
+        nodes = [self.find(t) for t in leaves if isinstance(t, Tensor)]
+        held = [self.find(t) for t in _held_by(leaves)]
+        self.graph.outputs.append(
+            ModuleOutput(name, *(tuple(-1 if n is None else n for n in ns) for ns in (nodes, held)))
+        )
+
+
+def _held_by(leaves: list[Any], depth: int = 2) -> list[Tensor]:
+    """Tensors that plain objects hold as attributes, some objects in objects deep."""
+    objects = [x for x in leaves if hasattr(x, "__dict__") and not isinstance(x, Tensor | nn.Module | type)]
+    inner = [value for x in objects for value in tree_iter(vars(x))]
+    return [t for t in inner if isinstance(t, Tensor)] + (_held_by(inner, depth - 1) if objects and depth else [])

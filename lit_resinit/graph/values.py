@@ -87,10 +87,17 @@ class Call:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class ModuleOutput:
-    """What one call of a module returned: the node of every tensor in it, in order."""
+    """What one call of a module returned.
+
+    Args:
+        module: Its dotted name.
+        nodes: The node of every tensor in the output, in order.
+        held: Those of the tensors that plain objects in it hold as attributes, which no hook can replace.
+    """
 
     module: str
     nodes: tuple[int, ...]
+    held: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -13,7 +13,6 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
-from torchmetrics.functional import spearman_corrcoef
 
 from lit_resinit.graph.keep import keep_rng, keep_state
 from lit_resinit.graph.where import clean_name
@@ -162,6 +161,8 @@ def rank_agreement(what: str, values: Tensor, usefulness: Tensor, permutations: 
     count = int(known.sum())
     if count < 3 or bool((x == x[0]).all()) or bool((y == y[0]).all()):
         return Agreement(what, math.nan, math.nan, math.nan, count)
+    from torchmetrics.functional import spearman_corrcoef  # slow to import
+
     generator = torch.Generator().manual_seed(0)
     orders = torch.stack([torch.randperm(count, generator=generator) for _ in range(permutations)], dim=1)
     by_chance = spearman_corrcoef(x[orders], y[:, None].expand(-1, permutations).contiguous())

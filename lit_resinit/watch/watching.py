@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,12 @@ from torch import Tensor, nn
 from lit_resinit.graph.eager import eager
 from lit_resinit.graph.tensors import measuring
 from lit_resinit.plan.values import ResidualPlan
+from lit_resinit.watch.gates import gate_statistics
 from lit_resinit.watch.history import History
-from lit_resinit.watch.moments import Measured, Moments, Watcher, gate_statistics
+from lit_resinit.watch.measure import Measured, Watcher
+
+if TYPE_CHECKING:
+    from lit_resinit.watch.moments import Moments
 
 
 class Watching:
@@ -46,6 +51,8 @@ class Watching:
         if model is None or not self._plan.branches or self.recorded:
             return ()
         if self._moments is None:
+            from lit_resinit.watch.moments import Moments  # torchmetrics is slow to import
+
             self._moments = Moments(2 * len(self._plan)).to(next(model.parameters()).device)
         return (self._measured,)
 

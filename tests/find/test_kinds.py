@@ -1,6 +1,7 @@
 """Kinds of sums met in other people's packages: how many are residual is known by construction."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -180,6 +181,7 @@ SEQUENCES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "stacks in branches": (lambda: nn.Sequential(linear(), nested(), nested(), linear()), 6),
     "a pooled end": (lambda: nn.Sequential(linear(), block(), block(), Net(lambda net, x: x.mean(1))), 2),
     "a pooled end of the top module": (lambda: Net(lambda net, x: (x + net.f(x)).mean(1), f=mlp()), 1),
+    "a result in a plain object": (lambda: Net(lambda net, x: SimpleNamespace(out=[x + net.f(x)]), f=mlp()), 1),
     "a stack in a branch, behind an activation": (
         lambda: nn.Sequential(block(), nn.ReLU(), nested(norm=False), linear()),
         4,

@@ -11,7 +11,9 @@ from networks import WIDTH, InPlace, Plain, Scaled, stack
 from torch import Tensor, nn
 
 from lit_resinit import History, apply_, make_plan
-from lit_resinit.watch.moments import Moments, Watcher, gate_statistics
+from lit_resinit.watch.gates import gate_statistics
+from lit_resinit.watch.measure import Watcher
+from lit_resinit.watch.moments import Moments
 from lit_resinit.watch.watching import record
 
 X = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(0))

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lit_resinit import History, ResidualInit, make_plan
 from lit_resinit.watch.history import QUANTITIES
-from lit_resinit.watch.moments import Moments, Watcher
+from lit_resinit.watch.measure import Watcher
+from lit_resinit.watch.moments import Moments
 
 DEPTH, ON_RATIO = 4, 3e-6
 

@@ -177,7 +177,7 @@ def test_the_first_order_estimate_is_right_for_small_gates() -> None:
     loss = model(X).square().mean()
     loss.backward()
     useful = measure_usefulness(model, plan, [X], lambda out: out.square().mean())
-    from lit_resinit.watch.moments import gate_statistics
+    from lit_resinit.watch.gates import gate_statistics
 
     history = History([b.name for b in plan.branches])
     history.append(0, gate_statistics(model, plan), torch.ones(12), torch.ones(12))
