@@ -145,6 +145,7 @@ class _Watching:
 
     def __init__(self, collector: Collector) -> None:
         self.collector = collector
+        self.name = "while collecting"
 
     def pytest_runtest_call(self, item: Any) -> None:
         self.name = item.nodeid.removeprefix("tests/")
@@ -362,8 +363,6 @@ def _time_limit() -> Iterator[None]:
 
 def freeze(kind: str) -> None:
     """Trace all networks of one kind anew."""
-    for path in frozen_graphs.FOLDER.glob(f"{kind}_*.xz"):
-        path.unlink()
     collector = Collector(kind)
     if kind == "tests":
         freeze_tests(collector)
@@ -372,6 +371,9 @@ def freeze(kind: str) -> None:
         logging.disable(logging.WARNING)
         freeze_subjects(collector, KINDS[kind]())
     collector.close()
+    for path in frozen_graphs.FOLDER.glob(f"{kind}_*.xz"):
+        if int(path.name.partition(".")[0].rpartition("_")[2]) >= collector.parts > 0:
+            path.unlink()
     print(f"{kind}: {collector.count} networks in {collector.parts} files")
 
 
