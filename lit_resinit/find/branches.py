@@ -240,10 +240,28 @@ def _factors_on_a_stream(search: _Search, streams: Streams) -> Streams:
 
 
 def _without_sums_of_streams(search: _Search, streams: Streams) -> Streams:
-    """A summand that another addition carries on as its stream is no branch: a position is added for one reader."""
+    """A summand that another sum carries on as its stream is no branch: a position is added for one reader.
+
+    Without such sums that other one may be found at last, which read what they made.
+    """
     carried = _carried(search, streams)
-    dropped = [a.node for a in streams if carried.get(a.branch, set()) - {a.node}]
-    return search.leave_out(streams, dropped, "sum of two streams")
+    ahead = {a.node: _goes_on_in(search, streams, a) for a in streams}
+    dropped = [a.node for a in streams if carried.get(a.branch, set()) - {a.node} or ahead[a.node]]
+    left = search.leave_out(streams, dropped, "sum of two streams")
+    others = sorted({node for node in ahead.values() if node is not None and node not in left})
+    return search.judge(Reading(search.facts, left), [search.nodes[i] for i in others]) if others else left
+
+
+def _goes_on_in(search: _Search, streams: Streams, addition: Addition) -> int | None:
+    """The sum in which the branch goes on, the other summand of which is computed from this addition."""
+    reach = Reading(search.facts, streams).reach
+    for reader in search.facts.readers[addition.branch]:
+        node = search.nodes[reader]
+        if node.op == "add" and reader != addition.node:
+            other = next((i for i in node.inputs if i != addition.branch), addition.branch)
+            if other > addition.node and reach.interior(View(addition.node), other):
+                return reader
+    return None
 
 
 def _couplings(search: _Search, streams: Streams) -> Streams:
