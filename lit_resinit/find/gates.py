@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -67,34 +66,10 @@ def gate_at(graph: Graph, product: Node, moving: int, closing: Closing, biases: 
     return Gate(kind, closing.parameter, closing.value, closing.index, tuple(biases), folds_into=folds)
 
 
-def read_elsewhere(
-    graph: Graph, readers: Sequence[Sequence[int]], gate: Gate, at: int, known: Container[int]
-) -> int | None:
-    """A place outside ``known`` where a gate's parameter meets a value of the network, if there is one.
-
-    Args:
-        graph: The traced forward.
-        readers: For every node the nodes that read it.
-        gate: The gate.
-        at: The node of its parameter.
-        known: The products in which gates meet their branches.
-    """
-    waiting, seen = [at], {at}
-    while waiting:
-        for reader in readers[waiting.pop()]:
-            node = graph.nodes[reader]
-            if reader in seen or reader in known or node.op == "statistic" or _is_other_element(graph, node, gate):
-                continue
-            seen.add(reader)
-            if not node.data:
-                waiting.append(reader)
-            elif math.prod(node.shape) > 1:  # a single number is a penalty in the loss
-                return reader
-    return None
-
-
-def _is_other_element(graph: Graph, node: Node, gate: Gate) -> bool:
-    return gate.index is not None and node.op == "part" and element(graph, node) not in (gate.index, None)
+def shows_element(graph: Graph, reader: int, index: int) -> bool:
+    """Whether what reads a parameter reads this element of it: a part of another one does not."""
+    node = graph.nodes[reader]
+    return node.op != "part" or element(graph, node) in (index, None)
 
 
 def inserted_name(leaf: int) -> str:

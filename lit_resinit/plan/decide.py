@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
 
-from lit_resinit.find.gates import Gate, inserted_name, read_elsewhere
+from lit_resinit.find.closing import depends_on
+from lit_resinit.find.gates import Gate, inserted_name, shows_element
 from lit_resinit.find.streams import Addition
 from lit_resinit.find.tails import Tail, change_summands
 from lit_resinit.plan.survey import Survey
 from lit_resinit.plan.values import Action, Scheme
+
+_Key = tuple[str, int | None]  # a gate's parameter, and which element of it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,14 +31,14 @@ class Choice:
     Args:
         survey: What is known.
         chosen: The additions of these branches.
-        tails: The ends of all branches, without gates that the network reads elsewhere too.
-        scalable: The values that a scalar could multiply, of all chosen branches.
+        tails: The ends of all branches, without gates that would close something else too.
+        scalable: The values that a scalar could multiply, with the chosen additions that it would close.
     """
 
     survey: Survey
     chosen: Collection[int]
     tails: Mapping[int, Tail]
-    scalable: Collection[int]
+    scalable: Mapping[int, Collection[int]]
 
     def is_closed(self, summand: Tail) -> bool:
         """Whether a summand arrives closed: a second zero would kill it."""
@@ -51,21 +54,66 @@ def decide(survey: Survey, scheme: Scheme, chosen: Collection[int]) -> dict[int,
 
 
 def _choose(survey: Survey, chosen: Collection[int]) -> Choice:
-    tails = [survey.tails[node] for node in chosen]
-    scalable = {node for tail in tails for part in (tail, *tail.summands()) for node in part.insertable}
-    gated = {part.gated_at for tail in tails for part in tail.summands() if part.gated_at is not None}
+    """Take back every gate through which something else than its branches would be closed."""
+    passing, gated = _passing(survey, chosen), _gated(survey, chosen)
+    escaping = {key: _escape(survey, key, sums) for key, sums in gated.items()}
 
-    def without_shared(summand: Tail) -> Tail:
-        """Take back a gate that the network also reads where no branch of the plan is closed by it."""
+    def without_escaping(summand: Tail) -> Tail:
         for gate in summand.gates:
-            other = read_elsewhere(survey.graph, survey.readers, gate, survey.parameters[gate.parameter], gated)
-            if other is not None:
-                reason = f"{gate.parameter} is used elsewhere too"
-                return dataclasses.replace(summand, gates=(), stopped_by=other, reason=reason)
+            reader = escaping.get((gate.parameter, gate.index))
+            if reader is not None:
+                reason = _read_elsewhere(survey, gate.parameter, reader)
+                return dataclasses.replace(summand, gates=(), stopped_by=reader, reason=reason)
         return summand
 
-    left = {node: change_summands(tail, without_shared) for node, tail in survey.tails.items()}
-    return Choice(survey, chosen, left, scalable)
+    left = {node: change_summands(tail, without_escaping) for node, tail in survey.tails.items()}
+    return Choice(survey, chosen, left, passing)
+
+
+def _passing(survey: Survey, chosen: Collection[int]) -> dict[int, set[int]]:
+    """The values that a scalar could multiply, with the additions of the branches that it would close."""
+    found: dict[int, set[int]] = {}
+    for addition in chosen:
+        tail = survey.tails[addition]
+        for part in (tail, *tail.summands()):
+            for node in part.insertable:
+                found.setdefault(node, set()).add(addition)
+    return found
+
+
+def _gated(survey: Survey, chosen: Collection[int]) -> dict[_Key, dict[int, frozenset[int]]]:
+    """The gates that the ends of branches have, with the additions of these branches and what their ends pass."""
+    found: dict[_Key, dict[int, frozenset[int]]] = {}
+    for addition in chosen:
+        tail = survey.tails[addition]
+        for summand in tail.summands():
+            for gate in summand.gates:
+                ends = found.setdefault((gate.parameter, gate.index), {})
+                ends[addition] = ends.get(addition, frozenset()) | _way(tail, summand)
+    return found
+
+
+def _way(tail: Tail, summand: Tail) -> frozenset[int]:
+    gated = () if summand.gated_at is None else (summand.gated_at,)
+    return frozenset((*tail.passed, *summand.passed, *gated))
+
+
+def _escape(survey: Survey, key: _Key, ends: Mapping[int, frozenset[int]]) -> int | None:
+    """Who reads what a gate closes, outside the branches that are meant."""
+    parameter, index = key
+    start = survey.parameters[parameter]
+    values = [start] if index is None else [r for r in survey.readers[start] if shows_element(survey.graph, r, index)]
+    sums = {node: survey.branch_of[node] for node in ends}
+    return survey.dominance.escapes(values, sums, frozenset().union(*ends.values()))
+
+
+def _read_elsewhere(survey: Survey, parameter: str, reader: int) -> str:
+    """In words who reads the parameter itself, or else what it makes."""
+    nodes = survey.graph.nodes
+    fixed = [i for i in nodes[reader].inputs if nodes[i].learned and not nodes[i].data]
+    if any(depends_on(survey.graph, i, parameter) for i in fixed) or not nodes[reader].data:
+        return f"{parameter} is used elsewhere too"
+    return f"what {parameter} closes is read elsewhere too, or returned"
 
 
 def _decide(choice: Choice, scheme: Scheme, addition: Addition) -> Decision:
@@ -216,10 +264,14 @@ def _can_carry(choice: Choice, place: _Place, tail: Tail) -> bool:
     readers = survey.readers[place.node]
     if any(survey.graph.is_inside(r, module) for r in readers):
         return False  # read before the module returns
-    sums = survey.names
-    return all(r in sums or r in tail.passed or r in choice.scalable for r in readers) and all(
-        place.position < len(nodes) and nodes[place.position] in choice.scalable for nodes in survey.called[module]
-    )
+    if not all(r in survey.names or r in tail.passed or r in choice.scalable for r in readers):
+        return False  # read beside the branch's end, or by another summand: two zeros in series
+    calls = survey.called[module]
+    if not all(place.position < len(nodes) and nodes[place.position] in choice.scalable for nodes in calls):
+        return False
+    values = [nodes[place.position] for nodes in calls]
+    sums = {node: survey.branch_of[node] for value in values for node in choice.scalable[value]}
+    return survey.dominance.escapes(values, sums) is None
 
 
 def _folds_into(survey: Survey, tail: Tail, place: _Place) -> tuple[str, ...]:
@@ -239,7 +291,7 @@ def _scaled(survey: Survey, decisions: Collection[Decision]) -> dict[int, Gate]:
         nodes[gate.leaf]: gate
         for gate in inserted
         for nodes in survey.called.get(gate.module, ())
-        if gate.leaf < len(nodes)
+        if gate.kind == "inserted" and gate.module and gate.leaf < len(nodes)
     }
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 
 from torch import nn
 
 from lit_resinit.find.branches import Found, find
 from lit_resinit.find.closed import closed_gates, closed_injections
+from lit_resinit.find.dominance import Dominance
 from lit_resinit.find.gates import Gate
 from lit_resinit.find.streams import Addition, Link, Streams
 from lit_resinit.find.tails import Tail, Tails
@@ -18,7 +20,7 @@ from lit_resinit.graph.where import clean_name
 from lit_resinit.plan.names import branch_names
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Survey:
     """What a plan is made of, by the node of every addition where nothing else is said.
 
@@ -34,6 +36,7 @@ class Survey:
         closed: The gates of every branch that arrives closed.
         names: The name of every branch.
         zeros: What is zero for every input, with the parameters as they are.
+        dominance: Which ways lead from a value to an output.
         called: What every call of a module returned, by the module's name.
         returned: For a value the modules that return it, and as which of their tensors.
     """
@@ -49,12 +52,18 @@ class Survey:
     closed: dict[int, tuple[Gate, ...]]
     names: dict[int, str]
     zeros: Zeros
+    dominance: Dominance
     called: dict[str, list[tuple[int, ...]]]
     returned: dict[int, list[tuple[str, int]]]
 
     def link(self, addition: Addition) -> Link:
         """How an addition hangs on its stream; what is added closed from elsewhere starts one of its own."""
         return self.streams.link(addition.node) if addition.node in self.streams else Link(addition.skip, None, ())
+
+    @functools.cached_property
+    def branch_of(self) -> dict[int, int]:
+        """The branch's end of every addition."""
+        return {a.node: a.branch for a in self.additions}
 
     def reads(self, node: int) -> list[int]:
         """The nodes that read a value, without statistics."""
@@ -91,6 +100,7 @@ def survey(model: nn.Module, graph: Graph) -> Survey:
         closed={a.node: closed_gates(graph, zeros, a.branch) for a in additions},
         names=branch_names(graph, additions, {node: tail.passed for node, tail in tails.items()}),
         zeros=zeros,
+        dominance=Dominance(graph, found.facts.readers),
         called=called,
         returned=returned,
     )

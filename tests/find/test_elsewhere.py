@@ -130,6 +130,49 @@ def test_a_scale_shared_by_branches_alone_is_their_gate() -> None:
         make_plan(Shared(), X, scheme="zero", exclude="(root):2")
 
 
+# -------------------------------------------------------------------- values read elsewhere
+
+
+class Returned(Plain):
+    """What is added is also returned."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.f(x)
+        return x + y, y
+
+
+class TwoHeads(Plain):
+    """What is added is also read by a head of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.f(x)
+        return x + y, self.head(y)
+
+
+@pytest.mark.parametrize("build", [Returned, TwoHeads])
+@pytest.mark.parametrize("scheme", ["auto", "insert", "last_layer"])
+def test_a_value_read_elsewhere_is_never_closed(build: Callable[[], nn.Module], scheme: str) -> None:
+    why = r"what f\.2\.weight closes is read elsewhere too, or returned \(at .*test_\w+\.py:\d+\)"
+    with pytest.raises(GateError, match=why):
+        make_plan(build(), X, scheme=scheme)
+
+
+def test_a_value_that_a_submodule_returns_and_nobody_reads_is_no_output() -> None:
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Returned()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(x)[0]
+
+    assert [g.parameter for g in make_plan(First(), X).gates] == ["block.f.residual_gate"]
+
+
 def test_a_weight_penalty_in_the_loss_is_no_other_use() -> None:
     class WithLoss(Scaled):
         def forward(self, x: Tensor) -> Tensor:
