@@ -233,13 +233,13 @@ def test_sums_are_listed_with_the_rule_that_says_branch_or_none(
     assert first == "2 sums, 1 residual branches"
     assert header.split() == ["line", "block", "shape", "is"]
     assert "some_models.py:" in rows[0]
-    assert "no branch: nothing learned" in rows[0]
-    assert "a branch, identity skip" in rows[1]
+    assert "a branch, identity skip" in rows[0]
+    assert "no branch: nothing learned" in rows[1]
 
 
 def test_sums_as_json(models: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", f"{models}:mixed", "--input", "2,8", "--sums", "--json"]) == 0
-    arithmetic, residual = as_json(capsys)["sums"]
-    assert (residual["block"], residual["skip"], residual["rules"]) == ("1", "identity", [])
-    assert (arithmetic["skip"], arithmetic["rules"]) == (None, ["nothing learned"])
+    residual, arithmetic = as_json(capsys)["sums"]
+    assert (residual["block"], residual["skip"], residual["rules"]) == ("0", "identity", [])
+    assert (arithmetic["skip"], arithmetic["rules"][0]) == (None, "nothing learned")
     assert arithmetic["shape"] == [2, 8]

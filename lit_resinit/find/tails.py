@@ -276,7 +276,7 @@ class _Walk:
         if found is not None:
             return self.tail(gates=(gate_at(self.graph, node, moving[0], found, self.biases),), gated_at=node.index)
         if ops.does(node.op, Does.APPLIES_WEIGHT):
-            return self._stop(node, "its weight is computed in a way that cannot be zero")
+            return self._stop(node, "its weight is computed in a way whose closing value is not known")
         return moving[0]
 
     def _through_data_product(self, moving: list[int]) -> Tail:

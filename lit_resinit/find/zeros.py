@@ -32,7 +32,7 @@ def zero_sources(graph: Graph, node: Node, is_zero: IsZero) -> tuple[int, ...]:
     if when is Zero.NEVER:
         return ()
     if when is Zero.ANY:
-        return tuple(i for i in node.inputs if is_zero(i))
+        return () if _divides_by_zero(graph, node, is_zero) else tuple(i for i in node.inputs if is_zero(i))
     wanted = ops.values_of(node.op, node.inputs) if when is Zero.VALUES else node.inputs
     nodes = graph.nodes
     moving = tuple(i for i in wanted if nodes[i].data or nodes[i].learned)
@@ -41,6 +41,12 @@ def zero_sources(graph: Graph, node: Node, is_zero: IsZero) -> tuple[int, ...]:
     if when is Zero.SHIFT and node.number != 0:
         return ()
     return moving if when is not Zero.ASK or _is_zero_at_zero(graph, node) else ()
+
+
+def _divides_by_zero(graph: Graph, product: Node, is_zero: IsZero) -> bool:
+    """Whether a factor is one over a zero, so that the product is no zero whatever the other is."""
+    factors = [graph.nodes[i] for i in product.inputs]
+    return any(factor.op == "reciprocal" and is_zero(factor.inputs[0]) for factor in factors)
 
 
 def _is_zero_at_zero(graph: Graph, node: Node) -> bool:
@@ -95,7 +101,7 @@ class Zeros:
     def _judge(self, node: Node) -> bool:
         if node.op == "parameter":
             return self.holds(node.name)
-        if ops.does(node.op, _FACTORS):
+        if ops.does(node.op, _FACTORS) and not _divides_by_zero(self._graph, node, self._zero.__getitem__):
             factor = self._closed_factor(node)
             if factor is not None:
                 self._factors[node.index] = factor
@@ -111,7 +117,8 @@ class Zeros:
             found = closing(self._graph, factor)
             if found is not None and self.holds(found.parameter, found.value, found.index):
                 return Factor(other, found)
-            if found is None and product.op == "mul" and self._zero[factor]:
+            own = product.op == "mul" or ops.does(product.op, Does.APPLIES_WEIGHT)
+            if found is None and own and self._zero[factor]:
                 return Factor(other, Closing(self._zero_parameter(factor), 0.0, None, linear=False))
         return None
 

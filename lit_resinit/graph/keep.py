@@ -284,7 +284,7 @@ def _same_values(left: Tensor, right: Tensor, version: int) -> bool:
 def _equal(current: dict[str, Any], before: dict[str, Any]) -> bool:
     """Whether every name stands for the very object that it stood for."""
     same = len(current) == len(before) and all(map(operator.is_, current.values(), before.values()))
-    return same and all(map(operator.eq, current, before))
+    return same and all(a is b or (not isinstance(a, Tensor) and a == b) for a, b in zip(current, before, strict=True))
 
 
 def _refill(container: Any, content: Any) -> None:

@@ -73,7 +73,7 @@ _TABLE: tuple[tuple[Kind, str], ...] = (
     (Kind(Does.STRAIGHT, Zero.VALUES), "norm"),
     (Kind(Does.STRAIGHT, Zero.NEVER), "statistic"),
     (Kind(_NOTHING, Zero.NEVER), "reciprocal parameter buffer input constant"),
-    (Kind(Does.MULTIPLIES, Zero.ANY), "mul bmm dot mv matmul linear"),
+    (Kind(Does.MULTIPLIES, Zero.ANY), "mul bmm dot vdot mv matmul linear linalg_cross"),
     (Kind(Does.MULTIPLIES | Does.APPLIES_WEIGHT | Does.STRAIGHT, Zero.ANY), "mm conv"),
     (Kind(Does.APPLIES_WEIGHT | Does.PICKS, Zero.VALUES), "embedding"),
     # copies: zero stays zero, the slope is one

@@ -122,6 +122,8 @@ def _decide(choice: Choice, scheme: Scheme, addition: Addition) -> Decision:
         return Decision("excluded", closed or tail.every_gate, tail)
     if closed:
         return Decision("already_closed", closed, tail)
+    if scheme != "observe" and choice.survey.zeros.at(addition.branch):  # whatever the reason: no second zero
+        return Decision("already_closed", (), tail)
     return SCHEMES[scheme](choice, addition, tail)
 
 

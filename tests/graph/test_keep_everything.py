@@ -200,3 +200,11 @@ def test_initialisation_from_data_does_not_happen_in_planning() -> None:
     make_plan(nn.Sequential(block, Plain()), X)
     assert not block.norm.done
     assert torch.equal(block.norm.scale.detach(), torch.ones(WIDTH))
+
+
+def test_dictionaries_with_tensors_as_keys_are_compared_by_identity() -> None:
+    module = nn.Linear(2, 2)
+    module.state = {module.weight: torch.ones(2), module.bias: torch.ones(2)}  # as the state of an optimizer
+    with keep_state(module):
+        module.state[torch.ones(3)] = torch.ones(1)
+    assert list(map(id, module.state)) == [id(module.weight), id(module.bias)]
