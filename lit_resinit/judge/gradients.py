@@ -273,15 +273,24 @@ class _Judge:
             others = sorted(reason.parameters - {judged.name})
             mover = next((n for n in others if n in self.moving), None)
             if mover is not None:
-                cause = f"no error arrives while {mover} is zero, and {mover} learns"
+                what = "is zero" if self._is_all_zero(mover) else "stands where it lets none through"
+                cause = f"no error arrives while {mover} {what}, and {self._how_it_moves(mover)}"
                 return verdict("asleep", cause, waits_for=mover, by_chance=dropped)
         if dropped:
             return verdict("asleep", "a random draw dropped its branch", by_chance=True)
-        if any(r.kind == "data" for r in reasons):
-            return verdict("asleep", "this batch sent it no error (masked, dropped or cut off)")
+        by_batch = next((_BY_BATCH_WORDS[r.kind] for r in reasons if r.kind in _BY_BATCH_WORDS), "")
+        if by_batch:
+            return verdict("asleep", by_batch)
         reason = min(reasons, key=lambda r: r.call)
         remedy = {"hook": _LET_PASS, "written": _TRUE_GRADIENT}.get(reason.kind, "")
         return verdict("dead", self._broken_link(judged, reason), source=self.flow.source(reason.call), remedy=remedy)
+
+    def _is_all_zero(self, name: str) -> bool:
+        return holds(whole(self.parameters[name]), 0.0)
+
+    def _how_it_moves(self, name: str) -> str:
+        assert self.flow is not None
+        return f"{name} learns" if name in self.flow.alive else f"{name} is to learn next"
 
     def _zero_and_alive(self) -> list[str]:
         return [
@@ -331,7 +340,7 @@ class _Judge:
         frozen = [n for n in others if n in self.flow.frozen]
         why = {
             "factor": f"`{op}` multiplies by zero",
-            "slope": f"`{op}` has slope zero at zero",
+            "slope": f"`{op}` has slope zero at {'zero' if self.flow.reads_zero(reason.call) else 'its input'}",
             "cancel": f"the terms of `{op}` cancel, so the true gradient is zero and this one is rounding noise",
             "unreached": "the loss does not use it",
             "hook": f"a hook on the output of `{op}` replaces it",
@@ -343,8 +352,9 @@ class _Judge:
             why += f", because {together(frozen)} is zero and frozen"
         elif judged.gate in reason.parameters and reason.kind == "factor":
             why += f", a value computed from the zero output of {judged.gate} itself"
-        elif others:
-            why += f", because of {together(others)}, zero too and without a gradient"
+        elif others and not (reason.kind == "slope" and judged.name in reason.parameters):  # else they are summands
+            zero = "zero too and " if all(map(self._is_all_zero, others)) else ""
+            why += f", because of {together(others)}, {zero}without a gradient"
         if reason.call == reader and reason.kind == "factor":
             return f"the input of the gate is zero: {why}"
         if end >= 0 and reason.call > end:
@@ -478,6 +488,13 @@ def _largest_of_ranks(sizes: dict[str, float | None], parameters: dict[str, nn.P
 
 # -------------------------------------------------------------------- words
 
+_BY_BATCH_WORDS = {
+    "underflow": "the error is too small for half precision, which rounds it to zero: scale the loss (a GradScaler), "
+    "or use bfloat16",
+    "data": "this batch sent it no error (masked, dropped or cut off)",
+    "balance": "in this batch the terms of its error cancel",
+    "counter": "a buffer that the forward itself writes is zero in this step",
+}
 _NEXT: dict[str, str] = {
     "dead": "make that factor nonzero at the start, or put the gate behind it",
     "missing": "let the gate take part in the loss, or exclude its branch",
