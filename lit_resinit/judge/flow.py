@@ -221,6 +221,25 @@ class Flow:
                 found |= dict.fromkeys(self.origins.get(consumer, (consumer,)))
         return tuple(found)[:_REASONS]
 
+    def nan_maker(self, call: int) -> int | None:
+        """The operation of the forward that made the NaN which an operation read, if it read one."""
+        nodes = self.graph.nodes
+        stack = [i for i in self.graph.calls[call].inputs if self._is_nan(i)]
+        seen, makers = set(stack), []
+        while stack:
+            node = nodes[stack.pop()]
+            before = self.graph.calls[node.call].inputs if node.call >= 0 else ()
+            bad = [i for i in before if self._is_nan(i)]
+            if not bad and node.call >= 0:
+                makers.append(node.call)
+            stack += [i for i in bad if i not in seen]
+            seen.update(bad)
+        return min(makers, default=None)
+
+    def _is_nan(self, node: int) -> bool:
+        value = self._value(node)
+        return value is not None and math.isnan(value)
+
     # ---------------------------------------------------------------- the broken link
 
     def _local(self, call: int, target: int | str) -> list[Reason]:

@@ -23,6 +23,7 @@ from lit_resinit.words import in_columns, together, without_numbers
 
 Status = Literal["alive", "asleep", "dead", "missing", "nonfinite", "exploding"]
 EXPLODING = 1e6  # times the median over gates
+STEEP = 1e5  # slope above which the first step of any usual size throws the gate far away
 SLOW = 1e-3  # slope below which a start is slow
 _SMALLEST = float(torch.finfo(torch.float32).tiny)  # below it a gradient has lost its digits and says nothing of size
 _LET_PASS = "let that hook pass the gradient on as it is, or remove it"
@@ -227,6 +228,9 @@ class _Judge:
         if judged.branch in self._frozen:
             return verdict("asleep", "its whole block is frozen, and waits to be unfrozen or copied into")
         if not parameter.requires_grad:
+            opener = self._open_beside(judged)
+            if opener:
+                return verdict("alive", f"it is frozen; {opener} opens its branch")
             return verdict("missing", "it is frozen (requires_grad is False), so its branch stays closed for good")
         if self.flow is None and steps_in_backward(parameter):
             return verdict("asleep", "a hook on it may have used its gradient up; use `observe` to see it")
@@ -243,6 +247,11 @@ class _Judge:
     @functools.cached_property
     def _frozen(self) -> set[str]:
         return frozen_branches(self.plan.branches, self.parameters)
+
+    def _open_beside(self, judged: _Judged) -> str:
+        """Another gate of a branch that is a sum, which has a gradient: a low-rank update of a frozen layer."""
+        gates = next((b.gates for b in self.plan.branches if b.name == judged.branch), ())
+        return next((g.parameter for g in gates if g.parameter != judged.gate and self.sizes.get(g.parameter)), "")
 
     def _is_open(self, name: str) -> bool:
         gates = [g for g in self.plan.gates if g.parameter == name]
@@ -371,6 +380,10 @@ class _Judge:
             return verdict("nonfinite", "the loss itself sends NaN or inf")
         place = max(origins)
         end = self.flow.additions.get(judged.branch, -1)
+        maker = self.flow.nan_maker(place)
+        if maker is not None:
+            cause = f"the forward itself is NaN: {self.flow.spelled(maker)} makes it of values without NaN"
+            return verdict("nonfinite", cause, source=self.flow.source(maker))
         op, remedy = self.flow.spelled(place), _TRUE_GRADIENT if place in self.flow.python else ""
         if place in self.flow.replaced:
             remedy = _LET_PASS
@@ -402,16 +415,20 @@ class _Judge:
         judged = {n: v for n, v in verdicts.items() if v.status == "alive" and v.role != "bias"}
         sizes = [v.size for v in judged.values() if v.size >= _SMALLEST]
         limit = EXPLODING * statistics.median_high(sizes) if len(sizes) > 1 else math.inf
+        gains = {n: g for n, v in judged.items() if (g := self._gain(v)) >= _SMALLEST}
+        most = EXPLODING * statistics.median_high(gains.values()) if len(gains) > 1 else math.inf
         for name, v in judged.items():
-            if v.size > limit or v.slope > EXPLODING:
+            large = v.size > limit and (name not in gains or len(gains) < 2 or gains[name] > most)
+            if large or v.slope > STEEP:
                 why, source = self._steepest(v)
-                size = (
-                    f"{v.size * EXPLODING / limit:.1e} times the median over gates"
-                    if v.size > limit
-                    else f"{v.size:.1e}"
-                )
+                size = f"{v.size * EXPLODING / limit:.1e} times the median over gates" if large else f"{v.size:.1e}"
                 cause = f"its gradient explodes ({size}): {why}"
                 verdicts[name] = dataclasses.replace(v, status="exploding", cause=cause, source=source)
+
+    def _gain(self, v: GateGradient) -> float:
+        """The gradient over the error at the branch's end, which is small for as long as what lies behind sleeps."""
+        error = self.flow.arriving.get(self.flow.additions.get(v.branch, -1)) if self.flow is not None else None
+        return v.size / error if error and math.isfinite(error) else math.nan
 
     def _steepest(self, v: GateGradient) -> tuple[str, str]:
         """What makes a gradient large: an operation on the way of the error, else what the gate multiplies."""
