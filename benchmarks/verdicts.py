@@ -1,9 +1,9 @@
 """Are the verdicts true? Random networks with one operation that may be broken, against a truth that needs no rule.
 
 Every network is a chain of residual blocks, one of which runs one operation out of a list, before or behind its gate;
-around it stand zero heads, closed and open blocks. The truth: what has a gradient is moved at random, on new batches, until nothing
-new gets a gradient; what has none then is dead. The package judges the first step, and then a training up to the end of
-its patience. Counted are misses, false alarms and wrong lines, by operation.
+around it stand zero heads, closed and open blocks. The truth: what has a gradient is moved at random, on new batches,
+until nothing new gets a gradient; what has none then is dead. The package judges the first step, and then a training up
+to the end of its patience. Counted are misses, false alarms and wrong lines, by operation.
 
     python -m benchmarks.verdicts --count 300 --seed 0 --jobs 2
     python -m benchmarks.verdicts --operation clamp_at_zero
@@ -291,6 +291,12 @@ class Truth:
 
     first: dict[str, str]  # at the first step: gradient, zero, nonfinite
     ever: frozenset[str]  # what has, or gets, a gradient
+    broken_off: bool  # by NaN, after which nothing more is known
+
+    @property
+    def unknown(self) -> frozenset[str]:
+        """What would have to be known after the NaN."""
+        return frozenset(self.first) if self.broken_off else frozenset()
 
 
 def _gradients(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, str]:
@@ -307,20 +313,21 @@ def truth(spec: Spec, operation: str | None = None) -> Truth:
     draws = torch.Generator().manual_seed(spec.seed)
     first: dict[str, str] | None = None
     ever: set[str] = set()
-    quiet = 0
+    quiet, broken_off = 0, False
     for _, (x, y) in zip(range(ROUNDS), batches, strict=False):
         found = _gradients(model, x.double(), y.double())
         first = found if first is None else first
-        if "nonfinite" in found.values():
-            break
         fresh = {n for n, s in found.items() if s == "gradient"} - ever
+        broken_off = "nonfinite" in found.values()
+        if broken_off:
+            break
         ever, quiet = ever | fresh, 0 if fresh else quiet + 1
         if quiet > QUIET:
             break
         with torch.no_grad():
             for p in (p for n, p in model.named_parameters() if found.get(n) == "gradient"):
                 p += 0.1 * torch.randn(p.shape, generator=draws, dtype=p.dtype) * (p.grad != 0)
-    return Truth(first or {}, frozenset(ever))
+    return Truth(first or {}, frozenset(ever), broken_off)
 
 
 # -------------------------------------------------------------------- the package
@@ -346,7 +353,13 @@ def misjudged(spec: Spec) -> list[tuple[str, str]]:
             wrong.append(("false alarm" if alarm else "called asleep, learns", said))
         elif first == "zero" and name in true.ever and alarm:
             wrong.append(("false alarm", said))
-        elif first == "zero" and name not in true.ever and not alarm and not _harmless(gate, report):
+        elif (
+            first == "zero"
+            and name not in true.ever
+            and not true.broken_off
+            and not alarm
+            and not _harmless(gate, report)
+        ):
             wrong.append((_late(spec) if gate.status == "asleep" else "missed at step 1", said))
     wrong += _wrong_line(spec, report, true)
     return wrong + _at_patience(spec, true)
@@ -357,7 +370,7 @@ def _late(spec: Spec) -> str:
     return "late, with a zero head" if spec.zero_head or spec.dark else "missed at step 1, called asleep"
 
 
-def _harmless(gate, report) -> bool:
+def _harmless(gate) -> bool:
     """A bias without a gradient beside a gate that has one."""
     return gate.role == "bias" and gate.status == "alive"
 
@@ -409,7 +422,8 @@ def _at_patience(spec: Spec, true: Truth) -> list[tuple[str, str]]:
     names = set(trial.gradients.gates)
     bias = {n for n, g in trial.gradients.gates.items() if g.role == "bias"}
     bad = {n for n, s in true.first.items() if s == "nonfinite"}
-    wrong = [("missed at patience", n) for n in sorted(names - bias) if n not in true.ever and n not in alarms]
+    dead = bad if true.broken_off else names - bias - true.ever
+    wrong = [("missed at patience", n) for n in sorted(dead & names) if n not in alarms]
     return wrong + [("false alarm at patience", said) for n, said in alarms.items() if n in true.ever - bad]
 
 
