@@ -68,6 +68,7 @@ class Recorder(TorchDispatchMode):
         original: The module that ``model`` is a copy of; where it runs instead, recording stops with an error.
         only: Base names of the operations that are written down; all when None.
         listeners: Who hears of every operation, in this order.
+        strange_is_data: Whether a tensor that is no parameter, no buffer and was not made here counts as data too.
     """
 
     def __init__(
@@ -81,8 +82,10 @@ class Recorder(TorchDispatchMode):
         original: nn.Module | None = None,
         only: frozenset[str] | None = None,
         listeners: Sequence[Listener] = (),
+        strange_is_data: bool = False,
     ) -> None:
         super().__init__()
+        self._strange_is_data = strange_is_data
         self._only, self.listeners = only, list(listeners)
         self._lot = lot
         self.names = module_names(model)
@@ -152,7 +155,7 @@ class Recorder(TorchDispatchMode):
             listener.leaf(self.graph.nodes[index], tensor, anew=anew)
         return index
 
-    def node_of(self, tensor: Tensor, owner: str = "") -> int:
+    def node_of(self, tensor: Tensor, owner: str = "", *, made: bool = False) -> int:
         """Index of the node behind a tensor; an unknown one is a constant, or a parameter of the running module."""
         found = self.memory.find(tensor)
         if isinstance(tensor, nn.Parameter) and (found is None or self.graph.nodes[found].op != "parameter"):
@@ -161,7 +164,11 @@ class Recorder(TorchDispatchMode):
                 return self._leaf(tensor, "parameter", name, learned=True, anew=True)
         if found is None and id(tensor) in self._strangers:
             raise _NotACopyError(_ORIGINAL)
-        return self._leaf(tensor, "constant", "") if found is None else found
+        if found is not None:
+            return found
+        if self._strange_is_data and not made:
+            return self._leaf(tensor, "input", "", data=True)
+        return self._leaf(tensor, "constant", "")
 
     def _gathered_name(self, tensor: Tensor, owner: str) -> str:
         """A sharded module runs with gathered parameters, which nobody has seen before it runs."""
@@ -178,7 +185,8 @@ class Recorder(TorchDispatchMode):
         owner, line = locate(self.names, 2)
         if owner == _ORIGINAL:
             raise _NotACopyError(_ORIGINAL)
-        inputs = tuple(self.node_of(a, owner) for a in tree_iter((args, kwargs)) if isinstance(a, Tensor))
+        made = ops.base_name(func).startswith("lift_fresh")  # what `torch.tensor` makes
+        inputs = tuple(self.node_of(a, owner, made=made) for a in tree_iter((args, kwargs)) if isinstance(a, Tensor))
         numbers = tuple(None if _holds_tensor(a) else a for a in args)
         others = {k: v for k, v in kwargs.items() if not _holds_tensor(v)}
         return Call(func, numbers, others, owner, line, user_line(2), inputs, graded=torch.is_grad_enabled())

@@ -19,11 +19,14 @@ from torch.utils._pytree import tree_iter
 
 from lit_resinit.graph import ops
 from lit_resinit.graph.eager import eager
+from lit_resinit.graph.ops import Does
 from lit_resinit.graph.record import Listener, Recorder
 from lit_resinit.graph.tensors import local, measuring, peak_of, to_host
 from lit_resinit.graph.values import Call, Graph, Node
 from lit_resinit.graph.where import clean_name, user_line
 from lit_resinit.judge.flow import Hooked
+
+_LEAVES_OUT = Does.MERGES | Does.PICKS | Does.CUTS | Does.MULTIPLIES
 
 
 class Errors(Listener):
@@ -51,6 +54,8 @@ class Errors(Listener):
         self._edges: list[tuple[int, int | str, int]] = []
         self._sent: dict[int, list[int]] = {}
         self._received: list[tuple[int, list[int], int]] = []
+        self._everywhere: dict[int, int] = {}
+        self._halved: set[tuple[int, int | str]] = set()
         self._parameters = {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
         self._parameter_names = {id(p): clean_name(n) for n, p in model.named_parameters()}
 
@@ -132,6 +137,8 @@ class Errors(Listener):
         arriving = [p for p in (peak_of(g) for g in grad_outputs if g is not None) if p is not None]
         if arriving:
             self._arriving[call] = self.push(functools.reduce(torch.maximum, arriving))
+            if ops.does(ops.base_name(self.recorder.graph.calls[call].func), _LEAVES_OUT):
+                self._everywhere[call] = self.push(_is_everywhere(next(g for g in grad_outputs if g is not None)))
             self._received.append((call, self._sent.pop(id(function), []), self._arriving[call]))
 
     def _note_sent(self, function: Any, call: int, grad_inputs: Any, window: _Window | None) -> None:
@@ -141,6 +148,8 @@ class Errors(Listener):
             if peak is None or key is None or key == call:  # a tensor subclass: two functions of one operation
                 continue
             self._edges.append((call, key, self.push(peak)))
+            if grad.dtype == torch.float16:
+                self._halved.add((call, key))
             self._sent.setdefault(id(target), []).append(self._edges[-1][2])
             line = window.made_from_nothing(grad) if window is not None else None
             if line is not None:
@@ -191,7 +200,8 @@ class Errors(Listener):
             edges.setdefault(target, []).append((consumer, errors[i]))
         replaced = {c for c, sent, i in self._received if _is_replaced([errors[j] for j in sent], errors[i])}
         arriving = {call: errors[i] for call, i in self._arriving.items()}
-        return Arrived(arriving, edges, replaced, self.hooked.numbers(errors))
+        full = frozenset(call for call, i in self._everywhere.items() if errors[i] == 1.0)
+        return Arrived(arriving, edges, replaced, self.hooked.numbers(errors), full, frozenset(self._halved))
 
     def close_windows(self) -> None:
         """Forget those of a backward that raised; autograd has put the stacks of modes back."""
@@ -223,6 +233,8 @@ class Arrived:
     edges: dict[int | str, list[tuple[int, float]]]
     replaced: set[int]
     hooked: dict[str, Hooked]
+    full: frozenset[int]
+    halved: frozenset[tuple[int, int | str]]
 
 
 class HookedParameters:
@@ -396,6 +408,14 @@ def _is_replaced(sent: list[float], arrived: float) -> bool:
     return (
         sum(s != 0.0 for s in sent) == 1 and math.isfinite(sum(sent)) and (arrived == 0.0 or not math.isfinite(arrived))
     )
+
+
+def _is_everywhere(error: Tensor) -> Tensor:
+    """One where an error arrived at every element, else zero."""
+    try:
+        return local(error).detach().bool().all().float()
+    except (RuntimeError, NotImplementedError):  # sparse and quantised tensors
+        return torch.zeros(())
 
 
 def _tensors(out: Any) -> list[Tensor]:

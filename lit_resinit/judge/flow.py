@@ -8,15 +8,25 @@ from typing import Literal
 
 import torch
 
+from lit_resinit.find.zeros import zero_sources
 from lit_resinit.graph import ops
-from lit_resinit.graph.values import Graph
+from lit_resinit.graph.values import Graph, Node
 
 EPS = float(torch.finfo(torch.float32).eps)
 _NOISE = 32 * EPS  # what rounding leaves of terms that cancel: sums of a thousand terms lose about sqrt(1000) units
 _REASONS = 8  # kept for each operation, or a deep network would carry every parameter's along; the best come first
 
-ReasonKind = Literal["factor", "slope", "cancel", "data", "chance", "unreached", "hook", "written"]
-BY_BATCH = ("data", "chance")  # what another batch, or another draw, changes
+ReasonKind = Literal[
+    "factor", "slope", "cancel", "balance", "data", "chance", "counter", "underflow", "unreached", "hook", "written"
+]
+BY_BATCH = (
+    "data",
+    "balance",
+    "chance",
+    "counter",
+    "underflow",
+)  # what another batch, another draw, or the next step changes
+_HALF_STEP = 2.0**-24  # the smallest number of float16 above zero
 State = Literal["live", "zero", "noise", "nonfinite", "absent"]
 
 
@@ -25,10 +35,11 @@ class Reason:
     """Why an error became zero at one operation.
 
     ``factor``: another factor of a product is zero, because of ``parameters`` (empty: because of a constant);
-    ``slope``: the function has slope zero there; ``cancel``: the terms cancel and rounding is left; ``data``: the
-    values of this batch; ``chance``: a random draw; ``unreached``: the operation's output is not used by the loss;
-    ``hook``: a hook on its output replaced the error; ``written``: a backward written in Python returns a zero that no
-    error went into.
+    ``slope``: the function has slope zero there; ``cancel``: the terms cancel and rounding is left; ``balance``: terms
+    that are products with different data cancel, as other data need not; ``data``: the values of this batch;
+    ``chance``: a random draw; ``counter``: a buffer that the forward itself writes; ``underflow``: the error is smaller
+    than what half precision can hold; ``unreached``: the operation's output is not used by the loss; ``hook``: a hook
+    on its output replaced the error; ``written``: a backward written in Python returns a zero that no error went into.
     """
 
     kind: ReasonKind
@@ -70,6 +81,8 @@ class Flow:
         python: Operations whose backward is written in Python, with the name of the function.
         applied: Operations that ran without gradients, as those inside of such a function do, and the line
             that applies it, where that is known.
+        full: Operations whose every element an error arrived at.
+        halved: Operation and what it sent an error in float16 to.
     """
 
     def __init__(
@@ -85,10 +98,13 @@ class Flow:
         written: dict[tuple[int, int | str], str],
         python: dict[int, str],
         applied: dict[int, str],
+        full: frozenset[int] = frozenset(),
+        halved: frozenset[tuple[int, int | str]] = frozenset(),
     ) -> None:
         self.graph, self.values, self.arriving, self.edges = graph, values, arriving, edges
         self.additions, self.frozen, self.hooked = additions, frozen, hooked
         self.replaced, self.written, self.python, self.applied = replaced, written, python, applied
+        self.full, self.halved = full, halved
         self.leaves = {n.name: n.index for n in graph.nodes if n.op == "parameter"}
         self._readers = self._find_readers()
         self._spelled: dict[int, list[int]] = {}
@@ -96,6 +112,12 @@ class Flow:
             if node.call >= 0:
                 self._spelled.setdefault(node.call, []).append(node.index)
         self._explained: dict[int, frozenset[str]] = {}
+        self._counters = _written_buffers(graph)
+        self._zero: list[bool] = []
+        self._moves: list[bool] = []  # whether a value that is not zero depends on data, draws or counters
+        for node in graph.nodes:
+            self._zero.append(self._is_zero(node))
+            self._moves.append(not self._zero[-1] and self._is_moved(node))
         self.alive = {n for n, e in edges.items() if isinstance(n, str) and any(s > 0.0 for _, s in e)} - frozen
         self.state: dict[int, State] = {}
         self.reasons: dict[int, tuple[Reason, ...]] = {}
@@ -159,20 +181,31 @@ class Flow:
         """Why the sum of these errors is zero (or noise).
 
         Where an operation only takes other elements (a class token, say), the elements left out may get their error
-        on paths that are closed now; with ``parts`` these are named too.
+        on paths that are closed now; with ``parts`` these are named too. Where an error arrived at every element, no
+        element waits for such a path.
         """
         found: dict[Reason, None] = {}
         for consumer, size in edges:
             if self.state[consumer] in ("zero", "noise"):
                 found |= dict.fromkeys(self.reasons[consumer])
             elif size != 0.0:
-                found[Reason("cancel", consumer)] = None
+                several = not self._cancels(consumer, size) and self._reads_several(target, edges)
+                found[Reason("balance" if several else "cancel", consumer)] = None
             else:
                 local = self._local(consumer, target)
                 found |= dict.fromkeys(local)
-                if parts and all(r.kind in BY_BATCH for r in local):
+                if parts and consumer not in self.full and all(r.kind in BY_BATCH for r in local):
                     found |= dict.fromkeys(self.partly.get(consumer, ()))
         return tuple(sorted(found, key=self._rank)[:_REASONS])
+
+    def _reads_several(self, target: int | str, edges: list[tuple[int, float]]) -> bool:
+        """Whether the terms of an error are products with different values of data, which need not cancel next time."""
+        others: set[int] = set()
+        for call in {c for c, size in edges if size != 0.0}:
+            inputs = self.graph.calls[call].inputs
+            own = {i for i in inputs if self._is_shown(i, target, inside=call in self.python)}
+            others |= {p for i in own for p in self._partners(call, i) if self.graph.nodes[p].data} - own
+        return len(others) > 1
 
     def _rank(self, reason: Reason) -> int:
         """Reasons that name a parameter with a gradient come first, for only a few are kept."""
@@ -188,32 +221,71 @@ class Flow:
                 found |= dict.fromkeys(self.origins.get(consumer, (consumer,)))
         return tuple(found)[:_REASONS]
 
+    def nan_maker(self, call: int) -> int | None:
+        """The operation of the forward that made the NaN which an operation read, if it read one."""
+        nodes = self.graph.nodes
+        stack = [i for i in self.graph.calls[call].inputs if self._is_nan(i)]
+        seen, makers = set(stack), []
+        while stack:
+            node = nodes[stack.pop()]
+            before = self.graph.calls[node.call].inputs if node.call >= 0 else ()
+            bad = [i for i in before if self._is_nan(i)]
+            if not bad and node.call >= 0:
+                makers.append(node.call)
+            stack += [i for i in bad if i not in seen]
+            seen.update(bad)
+        return min(makers, default=None)
+
+    def _is_nan(self, node: int) -> bool:
+        value = self._value(node)
+        return value is not None and math.isnan(value)
+
     # ---------------------------------------------------------------- the broken link
 
     def _local(self, call: int, target: int | str) -> list[Reason]:
         """Why one operation sends nothing to one of its inputs although an error arrives at its output."""
         record = self.graph.calls[call]
         operands = [i for i in record.inputs if self._is_shown(i, target, inside=call in self.python)]
-        reasons = []
-        for operand in operands:
-            partners = self._partners(call, operand)
-            zeros = [p for p in partners if self._value(p) == 0.0]
-            if zeros:
-                names = frozenset[str]().union(*(self.explain_zero(z) for z in zeros))
-                kind: ReasonKind = "data" if "<data>" in names and len(names) == 1 else "factor"
-                if kind == "data" and any(self.graph.nodes[z].noise for z in zeros):
-                    kind = "chance"
-                reasons.append(Reason(kind, call, names - {"<data>", "<constant>"}))
-            elif self._value(operand) == 0.0 and not partners and not self._is_only_added(call, operand):
-                names = self.explain_zero(operand)
-                reasons.append(
-                    Reason("data" if names == {"<data>"} else "slope", call, names - {"<data>", "<constant>"})
-                )
-            else:
-                reasons.append(Reason("data", call))
+        reasons = [self._local_reason(call, target, operand) for operand in operands]
         if (call, target) in self.written and self.arriving.get(call) and all(r.kind in BY_BATCH for r in reasons):
             return [Reason("written", call)]
         return reasons or [Reason("data", call)]
+
+    def _local_reason(self, call: int, target: int | str, operand: int) -> Reason:
+        partners, node = self._partners(call, operand), self.graph.nodes[operand]
+        blocking = [p for p in partners if self._value(p) == 0.0] or self._fixed_conditions(call, operand)
+        if (call, target) in self.halved and self._underflows(call, partners):
+            return Reason("underflow", call)
+        if blocking:
+            return self._reason("factor", call, blocking)
+        if self._value(operand) == 0.0 and not partners and not self._is_only_added(call, operand):
+            return self._reason("slope", call, [operand])
+        inputs = [self.graph.nodes[i] for i in self.graph.calls[call].inputs]
+        if node.learned and not partners and not any(n.data or n.noise for n in inputs):
+            return self._reason("slope", call, [operand])  # whatever the batch is
+        return Reason("data", call)
+
+    def _reason(self, kind: ReasonKind, call: int, values: list[int]) -> Reason:
+        """A reason by values that are what they are because of parameters, data, draws or counters."""
+        names = frozenset[str]().union(*(self.explain(v) for v in values))
+        parameters = frozenset(n for n in names if not n.startswith("<"))
+        if not parameters and "<counter>" in names:
+            kind = "counter"
+        elif not parameters and "<data>" in names:
+            kind = "chance" if any(self.graph.nodes[v].noise for v in values) and kind == "factor" else "data"
+        return Reason(kind, call, parameters)
+
+    def _fixed_conditions(self, call: int, operand: int) -> list[int]:
+        """Conditions that keep everything of an operand out, and do not depend on data."""
+        nodes = (self.graph.nodes[i] for i in self._spelled.get(call, ()))
+        chosen = [n for n in nodes if n.op in ("where", "masked_fill") and operand in n.inputs]
+        conditions = [n.inputs[0] if n.op == "where" else n.inputs[1] for n in chosen if len(n.inputs) > 1]
+        return [c for c in conditions if c != operand and not self._moves[c]]
+
+    def _underflows(self, call: int, partners: list[int]) -> bool:
+        """Whether what an operation sends is too small for half precision."""
+        factor = max((self._value(p) or 0.0 for p in partners), default=1.0)
+        return 0.0 < self.arriving.get(call, 0.0) * factor < _HALF_STEP
 
     def _is_only_added(self, call: int, operand: int) -> bool:
         """Whether an operation does nothing with an operand but add it, which passes every error on."""
@@ -260,44 +332,65 @@ class Flow:
             reached.add(index)
         return partners
 
-    def explain_zero(self, node: int) -> frozenset[str]:
-        """The zero parameters behind an all-zero value; ``<data>`` or ``<constant>`` where none is."""
+    def explain(self, node: int) -> frozenset[str]:
+        """The parameters behind a value that is zero, or fixed by zeros; ``<data>`` and the like where none is."""
         if node in self._explained:
             return self._explained[node]
         found: set[str] = set()
         stack, seen = [node], {node}
         while stack:
             current = self.graph.nodes[stack.pop()]
-            if current.op == "parameter":
-                found.add(current.name)
-            elif current.op == "input" or current.noise or (current.op == "scale" and current.number == 0):
-                found.add("<data>")
-            elif not current.inputs:
-                found.add("<constant>")
-            else:
-                zero = self._zero_sources(current.index)
-                if not zero:
-                    found.add("<data>" if current.data else "<constant>")
-                fresh = [i for i in zero if i not in seen]
-                seen.update(fresh)
-                stack += fresh
+            leaf = self._leaf_word(current)
+            if leaf:
+                found.add(leaf)
+                continue
+            causes = self._causes(current)
+            if not causes:
+                found.add("<data>" if current.data else "<constant>")
+            fresh = [i for i in causes if i not in seen]
+            seen.update(fresh)
+            stack += fresh
         if len(found) > 1:
             found.discard("<constant>")
         self._explained[node] = frozenset(found)
         return self._explained[node]
 
-    def _zero_sources(self, index: int) -> list[int]:
-        node = self.graph.nodes[index]
+    def _leaf_word(self, node: Node) -> str:
+        if node.op == "parameter":
+            return node.name
+        if node.index in self._counters:
+            return "<counter>"
+        if node.op == "input" or node.noise or (node.op == "scale" and node.number == 0):
+            return "<data>"
+        return "" if node.inputs else "<constant>"
+
+    def _causes(self, node: Node) -> list[int]:
+        """The inputs that make a value zero, or else all of them where none depends on data otherwise."""
         if node.learned and not node.data:
             return list(node.inputs)
-        inputs = node.inputs
-        if node.op in ops.PRODUCTS and node.call >= 0:
-            return [i for i in inputs if self._value(i) == 0.0]
-        return [
-            i
-            for i in inputs
-            if self._value(i) == 0.0 or (i not in self.values and self.graph.nodes[i].call == node.call)
-        ]
+        if self._zero[node.index]:
+            sources = zero_sources(self.graph, node, self._zero.__getitem__)
+            zero = list(sources) or [i for i in node.inputs if self._zero[i]]
+            if zero:
+                return zero
+        if any(self._moves[i] for i in node.inputs):
+            return []
+        nodes = self.graph.nodes
+        return [i for i in node.inputs if nodes[i].data or nodes[i].learned] or list(node.inputs)
+
+    def _is_zero(self, node: Node) -> bool:
+        known = self._value(node.index)
+        if known is None:
+            return bool(zero_sources(self.graph, node, self._zero.__getitem__))
+        return known == 0.0
+
+    def _is_moved(self, node: Node) -> bool:
+        leaf = self._leaf_word(node)
+        return leaf in ("<data>", "<counter>") or any(self._moves[i] for i in node.inputs)
+
+    def reads_zero(self, call: int) -> bool:
+        """Whether one of an operation's inputs is zero."""
+        return any(self._value(i) == 0.0 for i in self.graph.calls[call].inputs)
 
     def spelled(self, call: int) -> str:
         """What went backwards, in words."""
@@ -338,3 +431,17 @@ class Flow:
             else:
                 shown[node.index] = leaves
         return readers
+
+
+def _written_buffers(graph: Graph) -> frozenset[int]:
+    """Buffers that the forward writes into, as a counter of steps."""
+    found: set[int] = set()
+    for call in graph.calls:
+        if not ops.written_arguments(call.func) or not call.inputs:
+            continue
+        node = graph.nodes[call.inputs[0]]
+        while node.op in ("view", "part", "clone") and node.inputs:
+            node = graph.nodes[node.inputs[0]]
+        if node.op == "buffer":
+            found.add(node.index)
+    return frozenset(found)

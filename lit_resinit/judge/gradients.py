@@ -23,6 +23,7 @@ from lit_resinit.words import in_columns, together, without_numbers
 
 Status = Literal["alive", "asleep", "dead", "missing", "nonfinite", "exploding"]
 EXPLODING = 1e6  # times the median over gates
+STEEP = 1e5  # slope above which the first step of any usual size throws the gate far away
 SLOW = 1e-3  # slope below which a start is slow
 _SMALLEST = float(torch.finfo(torch.float32).tiny)  # below it a gradient has lost its digits and says nothing of size
 _LET_PASS = "let that hook pass the gradient on as it is, or remove it"
@@ -227,6 +228,9 @@ class _Judge:
         if judged.branch in self._frozen:
             return verdict("asleep", "its whole block is frozen, and waits to be unfrozen or copied into")
         if not parameter.requires_grad:
+            opener = self._open_beside(judged)
+            if opener:
+                return verdict("alive", f"it is frozen; {opener} opens its branch")
             return verdict("missing", "it is frozen (requires_grad is False), so its branch stays closed for good")
         if self.flow is None and steps_in_backward(parameter):
             return verdict("asleep", "a hook on it may have used its gradient up; use `observe` to see it")
@@ -243,6 +247,11 @@ class _Judge:
     @functools.cached_property
     def _frozen(self) -> set[str]:
         return frozen_branches(self.plan.branches, self.parameters)
+
+    def _open_beside(self, judged: _Judged) -> str:
+        """Another gate of a branch that is a sum, which has a gradient: a low-rank update of a frozen layer."""
+        gates = next((b.gates for b in self.plan.branches if b.name == judged.branch), ())
+        return next((g.parameter for g in gates if g.parameter != judged.gate and self.sizes.get(g.parameter)), "")
 
     def _is_open(self, name: str) -> bool:
         gates = [g for g in self.plan.gates if g.parameter == name]
@@ -273,15 +282,24 @@ class _Judge:
             others = sorted(reason.parameters - {judged.name})
             mover = next((n for n in others if n in self.moving), None)
             if mover is not None:
-                cause = f"no error arrives while {mover} is zero, and {mover} learns"
+                what = "is zero" if self._is_all_zero(mover) else "stands where it lets none through"
+                cause = f"no error arrives while {mover} {what}, and {self._how_it_moves(mover)}"
                 return verdict("asleep", cause, waits_for=mover, by_chance=dropped)
         if dropped:
             return verdict("asleep", "a random draw dropped its branch", by_chance=True)
-        if any(r.kind == "data" for r in reasons):
-            return verdict("asleep", "this batch sent it no error (masked, dropped or cut off)")
+        by_batch = next((_BY_BATCH_WORDS[r.kind] for r in reasons if r.kind in _BY_BATCH_WORDS), "")
+        if by_batch:
+            return verdict("asleep", by_batch)
         reason = min(reasons, key=lambda r: r.call)
         remedy = {"hook": _LET_PASS, "written": _TRUE_GRADIENT}.get(reason.kind, "")
         return verdict("dead", self._broken_link(judged, reason), source=self.flow.source(reason.call), remedy=remedy)
+
+    def _is_all_zero(self, name: str) -> bool:
+        return holds(whole(self.parameters[name]), 0.0)
+
+    def _how_it_moves(self, name: str) -> str:
+        assert self.flow is not None
+        return f"{name} learns" if name in self.flow.alive else f"{name} is to learn next"
 
     def _zero_and_alive(self) -> list[str]:
         return [
@@ -331,7 +349,7 @@ class _Judge:
         frozen = [n for n in others if n in self.flow.frozen]
         why = {
             "factor": f"`{op}` multiplies by zero",
-            "slope": f"`{op}` has slope zero at zero",
+            "slope": f"`{op}` has slope zero at {'zero' if self.flow.reads_zero(reason.call) else 'its input'}",
             "cancel": f"the terms of `{op}` cancel, so the true gradient is zero and this one is rounding noise",
             "unreached": "the loss does not use it",
             "hook": f"a hook on the output of `{op}` replaces it",
@@ -343,8 +361,9 @@ class _Judge:
             why += f", because {together(frozen)} is zero and frozen"
         elif judged.gate in reason.parameters and reason.kind == "factor":
             why += f", a value computed from the zero output of {judged.gate} itself"
-        elif others:
-            why += f", because of {together(others)}, zero too and without a gradient"
+        elif others and not (reason.kind == "slope" and judged.name in reason.parameters):  # else they are summands
+            zero = "zero too and " if all(map(self._is_all_zero, others)) else ""
+            why += f", because of {together(others)}, {zero}without a gradient"
         if reason.call == reader and reason.kind == "factor":
             return f"the input of the gate is zero: {why}"
         if end >= 0 and reason.call > end:
@@ -361,6 +380,10 @@ class _Judge:
             return verdict("nonfinite", "the loss itself sends NaN or inf")
         place = max(origins)
         end = self.flow.additions.get(judged.branch, -1)
+        maker = self.flow.nan_maker(place)
+        if maker is not None:
+            cause = f"the forward itself is NaN: {self.flow.spelled(maker)} makes it of values without NaN"
+            return verdict("nonfinite", cause, source=self.flow.source(maker))
         op, remedy = self.flow.spelled(place), _TRUE_GRADIENT if place in self.flow.python else ""
         if place in self.flow.replaced:
             remedy = _LET_PASS
@@ -392,16 +415,20 @@ class _Judge:
         judged = {n: v for n, v in verdicts.items() if v.status == "alive" and v.role != "bias"}
         sizes = [v.size for v in judged.values() if v.size >= _SMALLEST]
         limit = EXPLODING * statistics.median_high(sizes) if len(sizes) > 1 else math.inf
+        gains = {n: g for n, v in judged.items() if (g := self._gain(v)) >= _SMALLEST}
+        most = EXPLODING * statistics.median_high(gains.values()) if len(gains) > 1 else math.inf
         for name, v in judged.items():
-            if v.size > limit or v.slope > EXPLODING:
+            large = v.size > limit and (name not in gains or len(gains) < 2 or gains[name] > most)
+            if large or v.slope > STEEP:
                 why, source = self._steepest(v)
-                size = (
-                    f"{v.size * EXPLODING / limit:.1e} times the median over gates"
-                    if v.size > limit
-                    else f"{v.size:.1e}"
-                )
+                size = f"{v.size * EXPLODING / limit:.1e} times the median over gates" if large else f"{v.size:.1e}"
                 cause = f"its gradient explodes ({size}): {why}"
                 verdicts[name] = dataclasses.replace(v, status="exploding", cause=cause, source=source)
+
+    def _gain(self, v: GateGradient) -> float:
+        """The gradient over the error at the branch's end, which is small for as long as what lies behind sleeps."""
+        error = self.flow.arriving.get(self.flow.additions.get(v.branch, -1)) if self.flow is not None else None
+        return v.size / error if error and math.isfinite(error) else math.nan
 
     def _steepest(self, v: GateGradient) -> tuple[str, str]:
         """What makes a gradient large: an operation on the way of the error, else what the gate multiplies."""
@@ -478,6 +505,13 @@ def _largest_of_ranks(sizes: dict[str, float | None], parameters: dict[str, nn.P
 
 # -------------------------------------------------------------------- words
 
+_BY_BATCH_WORDS = {
+    "underflow": "the error is too small for half precision, which rounds it to zero: scale the loss (a GradScaler), "
+    "or use bfloat16",
+    "data": "this batch sent it no error (masked, dropped or cut off)",
+    "balance": "in this batch the terms of its error cancel",
+    "counter": "a buffer that the forward itself writes is zero in this step",
+}
 _NEXT: dict[str, str] = {
     "dead": "make that factor nonzero at the start, or put the gate behind it",
     "missing": "let the gate take part in the loss, or exclude its branch",

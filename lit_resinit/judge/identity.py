@@ -115,7 +115,7 @@ class IdentityProbe:
         self.additions = AtAdditions(plan, (self.comparison, *readers))
         listeners = [self.additions, self.peaks] if values else [self.additions]
         only = None if values else self.additions.kinds | ops.NORMS | ops.REDUCTIONS
-        self.recorder = Recorder(model, inputs, only=only, listeners=listeners)
+        self.recorder = Recorder(model, inputs, only=only, listeners=listeners, strange_is_data=values)
         named = model.named_parameters(remove_duplicate=False)
         self.parameters: dict[str, Tensor] = {clean_name(n): p for n, p in named}
 

@@ -61,6 +61,8 @@ class GradientProbe:
                 errors.written,
                 errors.python,
                 errors.applied,
+                seen.full,
+                seen.halved,
             )
 
     def _values(self) -> dict[int, float]:
