@@ -1,6 +1,7 @@
 """Verdicts that were not true when they were said: kinds met in public reports and random networks."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -142,7 +143,7 @@ def test_nan_of_the_forward_is_blamed_on_what_made_it() -> None:
 
     verdict = judged(nn.Sequential(Quotient(value=0.0), nn.Linear(WIDTH, 2))).alarms[0]
     assert "the forward itself is NaN: `div`" in verdict.cause
-    lines = open(__file__).read().splitlines()  # noqa: SIM115
+    lines = Path(__file__).read_text().splitlines()
     assert "# made here" in lines[int(verdict.source.rpartition(":")[2]) - 1]
 
 
