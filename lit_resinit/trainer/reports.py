@@ -54,6 +54,13 @@ class RunReport:
             warn(f"the page {self.path} could not be rewritten ({error}); the training goes on.")
 
     def draw(self, history: History) -> None:
-        """Draw the picture, where that was asked for."""
-        if self._page is None:
+        """Draw the picture, where that was asked for; what keeps it from being written is told, the training is done."""
+        if self._page is not None:
+            return
+        try:
             replace_file(self.path, activation_figure(history).savefig)
+        except OSError as error:
+            warn(
+                f"the picture {self.path} could not be written ({error}); the training is kept. Draw it from a "
+                "checkpoint (`lit-resinit report`), or from `callback.history`."
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,10 +57,15 @@ def _statistics_of(
     found: dict[tuple[str, int | None], Tensor] = {}
     for (closing, *_), gates in alike.items():
         values, grads = zip(*gates.values(), strict=True)
-        slopes = None if grads[0] is None else torch.stack(grads).flatten(1).float()
-        columns = _statistics(torch.stack(values).flatten(1).float() - closing, slopes)
+        slopes = None if grads[0] is None else _in_rows(grads)
+        columns = _statistics(_in_rows(values) - closing, slopes)
         found |= dict(zip(gates, columns.unbind(1), strict=True))
     return found
+
+
+def _in_rows(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors of one shape as float32 rows; one element of a shared parameter has no dimension of its own."""
+    return torch.stack(list(tensors)).reshape(len(tensors), -1).float()
 
 
 def _statistics(distance: Tensor, slope: Tensor | None) -> Tensor:

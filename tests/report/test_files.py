@@ -1,14 +1,16 @@
 """Files that are replaced whole, and paths that are checked before anything changes."""
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from networks import WIDTH, Classifier, Scaled, data, stack, trainer
 
-from lit_resinit import ResidualInit, ResInitError
+from lit_resinit import ResidualInit, ResInitError, ResInitWarning
 from lit_resinit.report.files import check_report, replace_file
 
 # -------------------------------------------------------------------- writing it
@@ -62,3 +64,32 @@ def test_a_good_path_is_left_as_it_is(tmp_path: Path) -> None:
     path.write_text("older run")
     check_report(path)
     assert path.read_text() == "older run"
+
+
+# -------------------------------------------------------------------- a picture that cannot be written at the end
+
+
+class Fails(pl.Callback):
+    """Takes the folder of the report away, or puts a file in its place, while the training runs."""
+
+    def __init__(self, folder: Path, occupied: bool) -> None:
+        self.folder, self.occupied, self.ended = folder, occupied, False
+
+    def on_train_batch_start(self, *_: object) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if self.occupied and not self.folder.exists():
+            self.folder.write_text("a file")
+
+    def on_train_end(self, *_: object) -> None:
+        self.ended = True
+
+
+@pytest.mark.parametrize("occupied", [False, True])
+@pytest.mark.parametrize("ending", ["png", "pdf"])
+def test_a_picture_that_cannot_be_written_is_a_warning(ending: str, occupied: bool, tmp_path: Path) -> None:
+    fails = Fails(tmp_path / "gone", occupied)
+    ours = ResidualInit(report=str(tmp_path / "gone" / f"run.{ending}"))
+    with pytest.warns(ResInitWarning, match="picture .*could not be written.*the training is kept"):
+        trainer(tmp_path, ours, fails).fit(Classifier(stack(Scaled)), data(WIDTH))
+    assert fails.ended
+    assert len(ours.history)
