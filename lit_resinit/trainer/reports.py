@@ -54,7 +54,7 @@ class RunReport:
             warn(f"the page {self.path} could not be rewritten ({error}); the training goes on.")
 
     def draw(self, history: History) -> None:
-        """Draw the picture, where that was asked for; what keeps it from being written is told, the training is done."""
+        """Draw the picture, where that was asked for; the training is done, so what keeps it away is only told."""
         if self._page is not None:
             return
         try:
