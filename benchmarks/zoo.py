@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lit_resinit import NoBranchError, ResidualPlan, apply_, check_identity, make_plan, observe
-from lit_resinit.judge.gradients import GateGradient, GradientReport
+from lit_resinit.judge.verdicts import GateGradient, GradientReport
 from lit_resinit.judge.waking import Waking
 
 MODELS = Path(__file__).with_name("zoo.json")

@@ -18,10 +18,11 @@ from lit_resinit.errors import (
 )
 from lit_resinit.find.gates import Gate
 from lit_resinit.graph.where import Address as Address  # not public: pickles of models and plans name it here
-from lit_resinit.judge.gradients import GradientReport, check_gradients
+from lit_resinit.judge.gradients import check_gradients
 from lit_resinit.judge.identity import IdentityReport, check_identity
 from lit_resinit.judge.observe import observe
 from lit_resinit.judge.trial import Trial
+from lit_resinit.judge.verdicts import GradientReport
 from lit_resinit.plan.apply import ScalarGate, apply_
 from lit_resinit.plan.fold import fold_
 from lit_resinit.plan.groups import param_groups

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from lit_resinit.errors import NoBranchError, ResInitError, TraceError, warn
 from lit_resinit.graph.tensors import end_measuring
-from lit_resinit.judge.gradients import GradientReport
 from lit_resinit.judge.identity import IdentityReport
 from lit_resinit.judge.optimizers import check_optimizers, held_names, holds_gates, still_gates
 from lit_resinit.judge.trial import Finding, Phase, Trial
+from lit_resinit.judge.verdicts import GradientReport
 from lit_resinit.plan.apply import apply_
 from lit_resinit.plan.hooks import inserted_gates
 from lit_resinit.plan.mark import Applied, LoadHook, applied_plan, mark_applied, was_closed

@@ -9,8 +9,8 @@ from torch import nn
 
 from benchmarks.cases.base import Case, as_tuple, load
 from lit_resinit import ResInitError, apply_, check_identity, make_plan, observe
-from lit_resinit.judge.gradients import GradientReport
 from lit_resinit.judge.identity import BranchIdentity, IdentityReport
+from lit_resinit.judge.verdicts import GradientReport
 from lit_resinit.judge.waking import Waking
 from lit_resinit.plan.values import Branch, ResidualPlan
 from lit_resinit.watch.measure import Watcher

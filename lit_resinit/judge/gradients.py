@@ -6,118 +6,35 @@ import dataclasses
 import functools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lit_resinit.errors import GradientError
-from lit_resinit.find.gates import INSERTED_NAME, holds
+from lit_resinit.find.gates import holds
 from lit_resinit.graph import ops
-from lit_resinit.graph.tensors import is_sharded, peak_of, to_host, whole
+from lit_resinit.graph.tensors import is_sharded, whole
 from lit_resinit.graph.where import clean_name
 from lit_resinit.judge.flow import BY_BATCH, Flow, Reason
-from lit_resinit.plan.values import Branch, ResidualPlan, check_plan
-from lit_resinit.words import in_columns, together, without_numbers
+from lit_resinit.judge.sizes import frozen_branches, gradient_sizes, steps_in_backward
+from lit_resinit.judge.verdicts import GateGradient, GradientReport, Status
+from lit_resinit.plan.values import ResidualPlan, check_plan
+from lit_resinit.words import together
 
-Status = Literal["alive", "asleep", "dead", "missing", "nonfinite", "exploding"]
 EXPLODING = 1e6  # times the median over gates
 STEEP = 1e5  # slope above which the first step of any usual size throws the gate far away
 SLOW = 1e-3  # slope below which a start is slow
 _SMALLEST = float(torch.finfo(torch.float32).tiny)  # below it a gradient has lost its digits and says nothing of size
 _LET_PASS = "let that hook pass the gradient on as it is, or remove it"
 _TRUE_GRADIENT = "return the true gradient there"
-ALARMS: tuple[Status, ...] = ("nonfinite", "dead", "missing")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class GateGradient:
-    """The verdict on one gate, one bias closed with it, or one zero layer.
-
-    Args:
-        parameter: Dotted name.
-        status: See :class:`GradientReport`.
-        cause: One sentence; empty when alive.
-        waits_for: The zero parameter that an asleep gate waits for; None when it waits for other data.
-        source: ``file.py:line`` of the operation to blame, when known.
-        slope: Size of the error at the gate's output over that at the branch's end; NaN when unknown.
-        size: Largest absolute gradient.
-        branch: Name of its branch; empty for a zero layer.
-        role: ``gate``, ``bias`` or ``zero layer``.
-        attenuated_by: The operation that makes a small slope, with its line.
-        remedy: What to do next, where that is something else than usual for the status.
-        by_chance: Whether a random draw made the gradient zero (a dropped branch), as it may again.
-        origin: Whether what is wrong begins here; False where it only arrives, from behind the block.
-    """
-
-    parameter: str
-    status: Status
-    cause: str = ""
-    waits_for: str | None = None
-    source: str = ""
-    slope: float = math.nan
-    size: float = math.nan
-    branch: str = ""
-    role: Literal["gate", "bias", "zero layer"] = "gate"
-    attenuated_by: str = ""
-    remedy: str = ""
-    by_chance: bool = False
-    origin: bool = True
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class GradientReport:
-    """One verdict for every gate, the biases closed with it, and every zero layer, keyed by parameter name.
-
-    ``alive``: it learns. ``asleep``: exactly zero, explained by what training or the next batch changes. ``dead``:
-    exactly zero (or rounding noise) for good. ``missing``: no gradient at all. ``nonfinite``: NaN or inf.
-    ``exploding``: more than a million times the median.
-    """
-
-    gates: dict[str, GateGradient]
-
-    @property
-    def alarms(self) -> tuple[GateGradient, ...]:
-        """The verdicts that stop a run, the origin first."""
-        found = [g for g in self.gates.values() if g.status in ALARMS]
-        return tuple(sorted(found, key=lambda g: (ALARMS.index(g.status), not g.origin)))
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing stops the run."""
-        return not self.alarms
-
-    def __str__(self) -> str:
-        return describe(self)
-
-    def table(self) -> str:
-        """Every verdict, one line each: status, gradient, slope, and what it waits for or what is wrong."""
-        header = ("parameter", "role", "status", "max |gradient|", "slope", "why")
-        rows = [
-            (
-                g.parameter,
-                g.role,
-                g.status,
-                "-" if math.isnan(g.size) else f"{g.size:.3g}",
-                "-" if math.isnan(g.slope) else f"{g.slope:.3g}",
-                f"{g.cause}{f', at {g.source}' if g.source else ''}" or "-",
-            )
-            for g in self.gates.values()
-        ]
-        return in_columns([header, *rows])
-
-    def raise_if_dead(self) -> None:
-        """Raise when a gate is dead, missing or nonfinite.
-
-        Raises:
-            GradientError: Naming the gate, the broken link and the line; the others are counted.
-        """
-        if not self.ok:
-            raise GradientError(describe(self), self)
-
-
-# -------------------------------------------------------------------- judging
+_BY_BATCH_WORDS = {
+    "underflow": "the error is too small for half precision, which rounds it to zero: scale the loss (a GradScaler), "
+    "or use bfloat16",
+    "data": "this batch sent it no error (masked, dropped or cut off)",
+    "balance": "in this batch the terms of its error cancel",
+    "counter": "a buffer that the forward itself writes is zero in this step",
+}
 
 
 _Verdict = Callable[..., "GateGradient"]
@@ -464,84 +381,3 @@ class _Judge:
 
 def _from_behind(op: str) -> str:
     return f"NaN or inf from {op} after its block, where the error was still finite"
-
-
-def frozen_branches(branches: Sequence[Branch], parameters: dict[str, nn.Parameter]) -> set[str]:
-    """Those in whose block only what was inserted is trained: an EMA teacher, a part that is unfrozen later."""
-    trained: set[str] = set()  # modules with something in them that is
-    for name in (n for n, p in parameters.items() if p.requires_grad and INSERTED_NAME not in n):
-        while name not in trained:
-            trained.add(name)
-            name = name.rpartition(".")[0]
-    return {b.name for b in branches if b.block not in trained}
-
-
-def steps_in_backward(parameter: Tensor) -> bool:
-    """Whether hooks run once the gradient is there, as those of an optimizer that steps in the backward."""
-    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
-
-
-def gradient_sizes(parameters: dict[str, nn.Parameter]) -> dict[str, float]:
-    """Largest absolute gradient of every parameter that has one, in one transfer; of sharded ones over all ranks."""
-    grads: dict[str, Tensor] = {}
-    for name, parameter in parameters.items():
-        grad = parameter.grad
-        if grad is not None:
-            peak = peak_of(grad.coalesce().values() if grad.is_sparse else grad)
-            grads[name] = torch.zeros(()) if peak is None else peak
-    sizes = dict(zip(grads, to_host(list(grads.values())), strict=True))
-    sharded = [n for n, p in parameters.items() if is_sharded(p)]
-    return sizes | _largest_of_ranks({n: sizes.get(n) for n in sharded}, parameters) if sharded else sizes
-
-
-def _largest_of_ranks(sizes: dict[str, float | None], parameters: dict[str, nn.Parameter]) -> dict[str, float]:
-    """The sizes over all ranks: a shard may be empty, and a parameter is without gradient only where none has one."""
-    device = next(p.device for n, p in parameters.items() if n in sizes)
-    known = torch.tensor([-1.0 if s is None else s for s in sizes.values()], device=device)
-    known = known.nan_to_num(nan=math.inf, posinf=math.inf)
-    torch.distributed.all_reduce(known, torch.distributed.ReduceOp.MAX)
-    return {n: s for n, s in zip(sizes, known.tolist(), strict=True) if s >= 0.0}
-
-
-# -------------------------------------------------------------------- words
-
-_BY_BATCH_WORDS = {
-    "underflow": "the error is too small for half precision, which rounds it to zero: scale the loss (a GradScaler), "
-    "or use bfloat16",
-    "data": "this batch sent it no error (masked, dropped or cut off)",
-    "balance": "in this batch the terms of its error cancel",
-    "counter": "a buffer that the forward itself writes is zero in this step",
-}
-_NEXT: dict[str, str] = {
-    "dead": "make that factor nonzero at the start, or put the gate behind it",
-    "missing": "let the gate take part in the loss, or exclude its branch",
-    "nonfinite": "make the operation safe at zero before it is evaluated",
-}
-
-
-def describe(report: GradientReport) -> str:
-    """The report as a message: the origin by name, with the line; equal findings counted."""
-    alarms = report.alarms
-    if not alarms:
-        counts: dict[str, int] = {}
-        for gate in report.gates.values():
-            counts[gate.status] = counts.get(gate.status, 0) + 1
-        listed = ", ".join(f"{n} {status}" for status, n in counts.items()) or "none"
-        waits = sorted({g.waits_for for g in report.gates.values() if g.waits_for})
-        more = f"; they wait for {together(waits)}" if waits else ""
-        return f"judged the gradients of {len(report.gates)} gates, biases and zero layers: {listed}{more}."
-    lines = [
-        f"judged the gradients of {len(report.gates)} gates, biases and zero layers; expected each to learn, found "
-        f"{len(alarms)} that cannot:"
-    ]
-    groups: dict[tuple[str, str, str], list[GateGradient]] = {}
-    for gate in alarms:
-        groups.setdefault((gate.status, without_numbers(gate.cause), gate.source), []).append(gate)
-    for (status, _, source), rows in groups.items():
-        cause = rows[0].cause
-        names = together([r.parameter for r in rows])
-        block = f" (branch {rows[0].branch})" if rows[0].branch else ""
-        where = f", at {source}" if source else ""
-        more = f" ({len(rows)} in all)" if len(rows) > 3 else ""
-        lines.append(f"- {names}{more}{block}: {status}: {cause}{where}. Next: {rows[0].remedy or _NEXT[status]}.")
-    return "\n".join(lines)

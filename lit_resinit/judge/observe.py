@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from lit_resinit.graph.eager import eager
 from lit_resinit.judge.compare import Reader
-from lit_resinit.judge.gradients import GradientReport, check_gradients
+from lit_resinit.judge.gradients import check_gradients
 from lit_resinit.judge.identity import IdentityReport
 from lit_resinit.judge.probe import GradientProbe
+from lit_resinit.judge.verdicts import GradientReport
 from lit_resinit.plan.values import ResidualPlan, check_plan
 
 

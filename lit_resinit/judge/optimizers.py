@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from lit_resinit.errors import GateOptimizerError, warn
 from lit_resinit.graph.tensors import local, peak_of, to_host
 from lit_resinit.graph.where import clean_name
-from lit_resinit.judge.gradients import GradientReport, frozen_branches, gradient_sizes
+from lit_resinit.judge.sizes import frozen_branches, gradient_sizes
+from lit_resinit.judge.verdicts import GradientReport
 from lit_resinit.plan.values import ResidualPlan
 from lit_resinit.words import together
 

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from lit_resinit.errors import GradientError, IdentityError, ResInitError, warn
 from lit_resinit.graph.where import clean_name
 from lit_resinit.judge.compare import Reader
-from lit_resinit.judge.gradients import SLOW, GradientReport
+from lit_resinit.judge.gradients import SLOW
 from lit_resinit.judge.identity import IdentityReport
 from lit_resinit.judge.observe import Observation
 from lit_resinit.judge.optimizers import STEPS_TO_MOVE, has_rate, not_moved
+from lit_resinit.judge.verdicts import GradientReport
 from lit_resinit.judge.waking import Waking, until_stepped, until_unfrozen
 from lit_resinit.plan.values import ResidualPlan
 from lit_resinit.words import together

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from lit_resinit.graph.tensors import local
 from lit_resinit.graph.where import clean_name
-from lit_resinit.judge.gradients import GateGradient, GradientReport, gradient_sizes, steps_in_backward
+from lit_resinit.judge.sizes import gradient_sizes, steps_in_backward
+from lit_resinit.judge.verdicts import GateGradient, GradientReport
 
 UNSEEN = 50  # steps without any gradient after which a branch that never ran is missing
 

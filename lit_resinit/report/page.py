@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from lit_resinit.errors import ResInitError
-from lit_resinit.judge.gradients import ALARMS, GradientReport
 from lit_resinit.judge.identity import IdentityReport
+from lit_resinit.judge.verdicts import ALARMS, GradientReport
 from lit_resinit.plan.values import ResidualPlan
 from lit_resinit.report.files import replace_file
 from lit_resinit.watch.history import History

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lit_resinit import apply_, check_identity, make_plan, observe
 from lit_resinit.judge import gradients, optimizers
-from lit_resinit.judge.gradients import frozen_branches
+from lit_resinit.judge.sizes import frozen_branches
 
 X = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(0))
 
