@@ -56,7 +56,8 @@ def decide(survey: Survey, scheme: Scheme, chosen: Collection[int]) -> dict[int,
 def _choose(survey: Survey, chosen: Collection[int]) -> Choice:
     """Take back every gate through which something else than its branches would be closed."""
     passing, gated = _passing(survey, chosen), _gated(survey, chosen)
-    escaping = {key: _escape(survey, key, sums) for key, sums in gated.items()}
+    sums = {node: survey.branch_of[node] for node in chosen}  # a way into another branch ends there, closed as that is
+    escaping = {key: _escape(survey, key, ends, sums) for key, ends in gated.items()}
 
     def without_escaping(summand: Tail) -> Tail:
         for gate in summand.gates:
@@ -98,12 +99,11 @@ def _way(tail: Tail, summand: Tail) -> frozenset[int]:
     return frozenset((*tail.passed, *summand.passed, *gated))
 
 
-def _escape(survey: Survey, key: _Key, ends: Mapping[int, frozenset[int]]) -> int | None:
+def _escape(survey: Survey, key: _Key, ends: Mapping[int, frozenset[int]], sums: Mapping[int, int]) -> int | None:
     """Who reads what a gate closes, outside the branches that are meant."""
     parameter, index = key
     start = survey.parameters[parameter]
     values = [start] if index is None else [r for r in survey.readers[start] if shows_element(survey.graph, r, index)]
-    sums = {node: survey.branch_of[node] for node in ends}
     return survey.dominance.escapes(values, sums, frozenset().union(*ends.values()))
 
 

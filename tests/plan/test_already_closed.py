@@ -51,3 +51,32 @@ def test_a_branch_that_arrives_closed_is_left_as_it_is(block: type[nn.Module], w
     with observe(model, plan, x) as seen:
         functional.mse_loss(model(x), torch.randn(16, width)).backward()
     assert {seen.gradients.gates[f"{i}.{gate}"].status for i in (0, 1)} == {"alive"}
+
+
+class ReadsWhatAttentionAdded(nn.Module):
+    """Post-norm, with a feed-forward part that reads what attention added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.ff = (nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH)) for _ in range(2))
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.attn(x)
+        x = self.norm1(x + y)
+        return self.norm2(x + self.ff(y))
+
+
+def test_a_value_that_another_closed_branch_reads_may_be_closed() -> None:
+    torch.manual_seed(0)
+    model, x = (
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), ReadsWhatAttentionAdded(), nn.Linear(WIDTH, 1)),
+        torch.randn(8, WIDTH),
+    )
+    plan = make_plan(model, x)
+    assert len(plan) == 2
+    apply_(model, plan)
+    assert check_identity(model, plan, x).ok
+    with observe(model, plan, x) as seen:
+        functional.mse_loss(model(x), torch.randn(8, 1)).backward()
+    assert {g.status for g in seen.gradients.gates.values()} == {"alive"}
