@@ -227,10 +227,10 @@ def _blame(branch: Branch, values: _Values) -> tuple[Cause | None, str | None]:
 
 def _changed_stream(branch: Branch, values: _Values) -> str | None:
     """What scales the skip away from one, if anything does."""
-    for name in branch.factor:
-        if name not in values.parameters:
+    for name, unit in zip(branch.factor, branch.units, strict=True):
+        if unit is None or name not in values.parameters:
             return branch.block or branch.name
-        if not values.holds(name, 1.0):
+        if not values.holds(name, unit):
             return name
     return None
 

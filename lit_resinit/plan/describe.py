@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
+from lit_resinit.find.closing import closing
 from lit_resinit.find.norms import is_normalised
 from lit_resinit.find.streams import Addition
 from lit_resinit.find.views import is_weight
@@ -32,7 +33,7 @@ def describe(survey: Survey, decisions: Mapping[int, Decision]) -> tuple[Branch,
 def _branch(
     survey: Survey, addition: Addition, decision: Decision, length: int, norms: Mapping[int | str, list[str]]
 ) -> Branch:
-    graph, link = survey.graph, survey.link(addition)
+    graph, link, factors = survey.graph, survey.link(addition), list(_factors(survey, addition))
     call = graph.calls[graph.nodes[addition.node].call]
     nearby: list[int | str] = [addition.block, *sorted(addition.interior), *link.between]
     stopped_by, reason = _obstacle(survey, decision)
@@ -49,7 +50,8 @@ def _branch(
         branch_input=_input_position(survey, addition.branch, call.inputs),
         previous=None if link.previous is None else survey.names[link.previous],
         between=labels(survey, link.between),
-        factor=_factor_names(survey, addition),
+        factor=tuple(name for name, _ in factors),
+        units=tuple(unit for _, unit in factors),
         norms=tuple(dict.fromkeys(name for place in nearby for name in norms.get(place, ()))),
         length=length,
         graded=call.graded,
@@ -89,14 +91,20 @@ def _has_no_modules(survey: Survey, name: str) -> bool:
     return name in survey.modules and next(survey.modules[name].children(), None) is None
 
 
-def _factor_names(survey: Survey, addition: Addition) -> tuple[str, ...]:
-    names: list[str] = []
+def _factors(survey: Survey, addition: Addition) -> Iterator[tuple[str, float | None]]:
+    """What multiplies the skip, with the value at which that is one: 0 for the parameter of ``1 - g``."""
+    graph = survey.graph
     for index in addition.scales:
-        node = survey.graph.nodes[index]
-        learned = [i for i in node.inputs if survey.graph.nodes[i].learned and not survey.graph.nodes[i].data]
-        own = f"{node.op} {node.number:g}" if node.number else node.op
-        names += survey.parameters_below(learned) or [own]
-    return tuple(names)
+        node = graph.nodes[index]
+        learned = [i for i in node.inputs if graph.nodes[i].learned and not graph.nodes[i].data]
+        for expression in learned:
+            found = closing(graph, expression, target=1.0)
+            if found is not None and found.index is None:
+                yield found.parameter, found.value
+            else:
+                yield from ((name, 1.0) for name in survey.parameters_below([expression]))
+        if not learned:
+            yield (f"{node.op} {node.number:g}" if node.number else node.op), None
 
 
 def _norm_parameters(survey: Survey) -> dict[int | str, list[str]]:

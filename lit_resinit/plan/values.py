@@ -34,6 +34,7 @@ class Branch:
         previous: Name of the branch before it on the same residual stream.
         between: What the stream passes between the previous branch and this one (module names, else operations).
         factor: What multiplies the skip (parameter names, else the operation), empty when nothing does.
+        units: For each of these the value at which the skip is multiplied by one; None for an operation.
         norms: Affine parameters of the block's norms, the evidence of training.
         length: Number of branches on its stream.
         graded: Whether it ran with gradients, in the trace; a teacher or a target runs without.
@@ -55,6 +56,7 @@ class Branch:
     previous: str | None = None
     between: tuple[str, ...] = ()
     factor: tuple[str, ...] = ()
+    units: tuple[float | None, ...] = ()
     norms: tuple[str, ...] = ()
     length: int = 1
     graded: bool = True
@@ -193,6 +195,7 @@ class _Prefixed:
             gates=tuple(self.gate(g) for g in branch.gates),
             address=dataclasses.replace(branch.address, block=self.name(branch.address.block)),
             previous=None if branch.previous is None else self.name(branch.previous),
+            factor=tuple(n if u is None else self.name(n) for n, u in zip(branch.factor, branch.units, strict=True)),
             norms=self.names(branch.norms),
             culprit=self.name(branch.culprit) if branch.culprit else "",
         )

@@ -1,5 +1,6 @@
 import copy
 import weakref
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -290,3 +291,25 @@ def test_checking_lets_go_of_every_activation() -> None:
     handle.remove()
     assert kept
     assert all(ref() is None for ref in kept)
+
+
+class Mixed(nn.Module):
+    """``x * (1 - g) + g * f(x)``: the identity at g = 0, where the skip's factor is one and its parameter is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.g = mlp(), nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 - self.g) + self.g * self.f(x)
+
+
+@pytest.mark.parametrize("below", ["", "net."])
+def test_the_factor_of_a_skip_is_judged_by_its_value(below: str) -> None:
+    inner, x = nn.Sequential(Mixed(), Mixed()), torch.randn(4, WIDTH)
+    model = nn.Sequential(OrderedDict(net=inner)) if below else inner
+    plan = make_plan(inner, x, scheme="observe").below(below[:-1])
+    assert check_identity(model, plan, x).ok
+    inner[1].g.data.fill_(0.5)
+    row = check_identity(model, plan, x).branches[1]
+    assert (row.status, row.cause, row.culprit) == ("open", "stream changed", f"{below}1.g")
