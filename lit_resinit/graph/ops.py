@@ -174,10 +174,6 @@ def values_of(op: str, inputs: tuple[int, ...]) -> tuple[int, ...]:
     return inputs[:1]
 
 
-NORMS, REDUCTIONS = named(Does.NORMALISES), named(Does.REDUCES)
-PRODUCTS, FACTORIES = named(Does.MULTIPLIES), named(Does.CREATES)
-
-
 @functools.cache
 def base_name(func: OpOverload) -> str:
     """Name of an operation without namespace, overload and in-place mark: ``aten::add_.Tensor`` is ``add``."""

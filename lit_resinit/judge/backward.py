@@ -320,7 +320,7 @@ class _Window(TorchDispatchMode):
     ) -> None:
         """Which memory holds what was made from nothing: from no tensor, or from such tensors only."""
         base = ops.base_name(func)
-        read = [] if base in ops.FACTORIES else [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        read = [] if ops.does(base, Does.CREATES) else [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
         made = not base.startswith(("empty", "new_empty")) and all(_memory_of(t) in self._made for t in read)
         given = dict(enumerate(args)) | kwargs
         targets = [given.get(w) for w in ops.written_arguments(func)]

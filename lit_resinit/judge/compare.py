@@ -16,7 +16,7 @@ from lit_resinit.graph import ops
 from lit_resinit.graph.record import Listener
 from lit_resinit.graph.tensors import as_wide, local, mean_and_variance, measuring, peak_of, to_host
 from lit_resinit.graph.values import Call, Graph, Node
-from lit_resinit.graph.where import Address
+from lit_resinit.graph.where import AddressBook
 from lit_resinit.plan.values import Branch, ResidualPlan
 
 # -------------------------------------------------------------------- at the additions
@@ -74,14 +74,14 @@ class AtAdditions(Listener):
         self.calls: dict[str, int] = {}
         self._planned = {b.address: (i, b) for i, b in enumerate(plan.branches)}
         self._readers = readers
-        self._counts: dict[tuple[str, str, str], int] = {}
+        self._book = AddressBook()
         self._graph = Graph()
         self._running: Addition | None = None
 
     def start(self, graph: Graph) -> None:
         """Count from the first one on."""
         self._graph = graph
-        self._counts = {}
+        self._book = AddressBook()
 
     def before(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Measure before an addition."""
@@ -95,9 +95,7 @@ class AtAdditions(Listener):
 
     def begin(self, owner: str, line: str, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An operation is about to run."""
-        key = (owner, line, ops.base_name(func))
-        count = self._counts[key] = self._counts.get(key, -1) + 1
-        found = self._planned.get(Address(*key, count))
+        found = self._planned.get(self._book.next(owner, line, ops.base_name(func)))
         if found is None:
             self._running = None
             return

@@ -10,6 +10,7 @@ import torch
 
 from lit_resinit.find.zeros import zero_sources
 from lit_resinit.graph import ops
+from lit_resinit.graph.ops import Does
 from lit_resinit.graph.values import Graph, Node
 
 EPS = float(torch.finfo(torch.float32).eps)
@@ -167,9 +168,9 @@ class Flow:
     def _cancels(self, call: int, size: float) -> bool:
         """A norm or softmax subtracts means from the error: what is left may be rounding only."""
         base, outputs = ops.base_name(self.graph.calls[call].func), self.graph.calls[call].outputs
-        if base in ("_softmax", "_log_softmax", "_safe_softmax"):
+        if ops.does(base, Does.SHARES):
             gain = 1.0
-        elif base in ops.NORMS and len(outputs) > 1:
+        elif ops.does(base, Does.NORMALISES) and len(outputs) > 1:
             gain = self.values.get(outputs[min(2, len(outputs) - 1)], 0.0)
         else:
             return False
@@ -314,7 +315,7 @@ class Flow:
 
     def _value(self, node: int) -> float | None:
         known = self.values.get(node)
-        if known is None and self.graph.nodes[node].op in ("view", "clone", "_to_copy"):
+        if known is None and ops.does(self.graph.nodes[node].op, Does.COPIES):
             return self._value(self.graph.nodes[node].inputs[0])
         return known
 
@@ -325,7 +326,7 @@ class Flow:
             node = self.graph.nodes[index]
             if not reached.intersection(node.inputs):
                 continue
-            if node.op in ops.PRODUCTS:
+            if ops.does(node.op, Does.MULTIPLIES):
                 partners += [i for i in node.inputs if i not in reached] or list(node.inputs[:1])
             elif node.op in ("where", "masked_fill"):
                 partners += [i for i in node.inputs if i != operand][:1]
@@ -440,7 +441,7 @@ def _written_buffers(graph: Graph) -> frozenset[int]:
         if not ops.written_arguments(call.func) or not call.inputs:
             continue
         node = graph.nodes[call.inputs[0]]
-        while node.op in ("view", "part", "clone") and node.inputs:
+        while node.op == "part" or ops.does(node.op, Does.COPIES):
             node = graph.nodes[node.inputs[0]]
         if node.op == "buffer":
             found.add(node.index)

@@ -16,6 +16,7 @@ from lit_resinit.find.gates import holds
 from lit_resinit.graph import ops
 from lit_resinit.graph.eager import eager
 from lit_resinit.graph.keep import keep_rng, keep_state, no_collection
+from lit_resinit.graph.ops import Does
 from lit_resinit.graph.record import Recorder
 from lit_resinit.graph.tensors import measuring, whole
 from lit_resinit.graph.values import Graph
@@ -114,7 +115,7 @@ class IdentityProbe:
         self.plan, self.comparison, self.peaks = plan, Comparison(plan), Peaks()
         self.additions = AtAdditions(plan, (self.comparison, *readers))
         listeners = [self.additions, self.peaks] if values else [self.additions]
-        only = None if values else self.additions.kinds | ops.NORMS | ops.REDUCTIONS
+        only = None if values else self.additions.kinds | ops.named(Does.NORMALISES | Does.REDUCES)
         self.recorder = Recorder(model, inputs, only=only, listeners=listeners, strange_is_data=values)
         named = model.named_parameters(remove_duplicate=False)
         self.parameters: dict[str, Tensor] = {clean_name(n): p for n, p in named}
@@ -173,7 +174,7 @@ class IdentityProbe:
     @functools.cached_property
     def _rescaling(self) -> set[str]:
         """Modules and operations that divide by a size of their input: norms, also those written out."""
-        found = [n for n in self.graph.nodes if n.op == "norm" or n.op in ops.REDUCTIONS]
+        found = [n for n in self.graph.nodes if n.op == "norm" or ops.does(n.op, Does.REDUCES)]
         return {n.op for n in found} | {self.graph.owner(n.index) for n in found}
 
 
