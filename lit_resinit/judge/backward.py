@@ -24,7 +24,7 @@ from lit_resinit.graph.record import Listener, Recorder
 from lit_resinit.graph.tensors import local, measuring, peak_of, to_host
 from lit_resinit.graph.values import Call, Graph, Node
 from lit_resinit.graph.where import clean_name, user_line
-from lit_resinit.judge.flow import Hooked
+from lit_resinit.judge.seen import Hooked
 
 _LEAVES_OUT = Does.MERGES | Does.PICKS | Does.CUTS | Does.MULTIPLIES
 

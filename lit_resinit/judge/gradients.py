@@ -16,7 +16,8 @@ from lit_resinit.find.gates import holds
 from lit_resinit.graph import ops
 from lit_resinit.graph.tensors import is_sharded, whole
 from lit_resinit.graph.where import clean_name
-from lit_resinit.judge.flow import BY_BATCH, Flow, Reason
+from lit_resinit.judge.flow import Flow
+from lit_resinit.judge.seen import BY_BATCH, Reason
 from lit_resinit.judge.sizes import frozen_branches, gradient_sizes, steps_in_backward
 from lit_resinit.judge.verdicts import GateGradient, GradientReport, Status
 from lit_resinit.plan.values import ResidualPlan, check_plan
@@ -99,7 +100,7 @@ class _Judge:
         self.judged = judged_parameters(plan)
         self.sizes = gradient_sizes(self.parameters)
         if flow is not None:
-            self.sizes |= {n: h.kept for n, h in flow.hooked.items() if h.used}
+            self.sizes |= {n: h.kept for n, h in flow.seen.hooked.items() if h.used}
         self.moving = self._moving() if flow is not None else set()
 
     def report(self) -> GradientReport:
@@ -125,7 +126,7 @@ class _Judge:
             return verdict("missing", "the model has no such parameter; apply the plan first")
         if size is None:
             return self._without_gradient(judged, parameter, verdict)
-        hooked = self.flow.hooked.get(judged.name) if self.flow is not None else None
+        hooked = self.flow.seen.hooked.get(judged.name) if self.flow is not None else None
         if hooked is not None and size == 0.0 and hooked.sent != 0.0:
             why = f"a hook on it turns its gradient ({hooked.sent:.3g}) into zero"
             return verdict("dead", why, source=hooked.source, remedy=_LET_PASS)
@@ -209,7 +210,9 @@ class _Judge:
             return verdict("asleep", by_batch)
         reason = min(reasons, key=lambda r: r.call)
         remedy = {"hook": _LET_PASS, "written": _TRUE_GRADIENT}.get(reason.kind, "")
-        return verdict("dead", self._broken_link(judged, reason), source=self.flow.source(reason.call), remedy=remedy)
+        return verdict(
+            "dead", self._broken_link(judged, reason), source=self.flow.seen.source(reason.call), remedy=remedy
+        )
 
     def _is_all_zero(self, name: str) -> bool:
         return holds(whole(self.parameters[name]), 0.0)
@@ -261,19 +264,20 @@ class _Judge:
         assert self.flow is not None
         call = self.flow.graph.calls[reason.call]
         op, reader = ops.base_name(call.func), self.flow.reader(judged.name)
-        end = self.flow.additions.get(judged.branch, -1)
+        end = self.flow.seen.additions.get(judged.branch, -1)
         others = sorted(reason.parameters - {judged.name})
-        frozen = [n for n in others if n in self.flow.frozen]
+        frozen = [n for n in others if n in self.flow.seen.frozen]
+        point = "zero" if self.flow.links.explained.reads_zero(reason.call) else "its input"
         why = {
             "factor": f"`{op}` multiplies by zero",
-            "slope": f"`{op}` has slope zero at {'zero' if self.flow.reads_zero(reason.call) else 'its input'}",
+            "slope": f"`{op}` has slope zero at {point}",
             "cancel": f"the terms of `{op}` cancel, so the true gradient is zero and this one is rounding noise",
             "unreached": "the loss does not use it",
             "hook": f"a hook on the output of `{op}` replaces it",
         }.get(reason.kind, f"`{op}` sends nothing back")
         if reason.kind == "written":
-            line = next(line for (call, _), line in self.flow.written.items() if call == reason.call)
-            why = f"{self.flow.spelled(reason.call)} returns a zero that no error went into (made at {line})"
+            line = next(line for (call, _), line in self.flow.seen.written.items() if call == reason.call)
+            why = f"{self.flow.seen.spelled(reason.call)} returns a zero that no error went into (made at {line})"
         if frozen:
             why += f", because {together(frozen)} is zero and frozen"
         elif judged.gate in reason.parameters and reason.kind == "factor":
@@ -296,24 +300,24 @@ class _Judge:
         if not origins:
             return verdict("nonfinite", "the loss itself sends NaN or inf")
         place = max(origins)
-        end = self.flow.additions.get(judged.branch, -1)
-        maker = self.flow.nan_maker(place)
+        end = self.flow.seen.additions.get(judged.branch, -1)
+        maker = self.flow.links.explained.nan_maker(place)
         if maker is not None:
-            cause = f"the forward itself is NaN: {self.flow.spelled(maker)} makes it of values without NaN"
-            return verdict("nonfinite", cause, source=self.flow.source(maker))
-        op, remedy = self.flow.spelled(place), _TRUE_GRADIENT if place in self.flow.python else ""
-        if place in self.flow.replaced:
+            cause = f"the forward itself is NaN: {self.flow.seen.spelled(maker)} makes it of values without NaN"
+            return verdict("nonfinite", cause, source=self.flow.seen.source(maker))
+        op, remedy = self.flow.seen.spelled(place), _TRUE_GRADIENT if place in self.flow.seen.python else ""
+        if place in self.flow.seen.replaced:
             remedy = _LET_PASS
             cause = f"a hook on the output of {op} turns a finite error into NaN or inf"
         elif end >= 0 and place > end:
             cause = f"inherits {_from_behind(op)}"
-            return verdict("nonfinite", cause, source=self.flow.source(place), remedy=remedy, origin=False)
+            return verdict("nonfinite", cause, source=self.flow.seen.source(place), remedy=remedy, origin=False)
         else:
             cause = (
                 f"{op} turns a finite error into NaN or inf: guard the argument of the operation, not its result "
                 "(its unselected branch still runs backward), or keep away from the point where it has no slope"
             )
-        return verdict("nonfinite", cause, source=self.flow.source(place), remedy=remedy)
+        return verdict("nonfinite", cause, source=self.flow.seen.source(place), remedy=remedy)
 
     def _mark_origin(self, verdicts: dict[str, GateGradient]) -> None:
         """Where every affected gate only inherits the NaN, the loss (or the head) is the origin: say so once."""
@@ -322,10 +326,8 @@ class _Judge:
             return
         assert self.flow is not None  # without it every verdict stands for itself
         place = max(self.flow.origins_of(self.flow.edges.get(bad[-1], [])))
-        cause = (
-            f"gets {_from_behind(self.flow.spelled(place))}: the loss or what leads to it is not differentiable at the "
-            "identity"
-        )
+        behind = _from_behind(self.flow.seen.spelled(place))
+        cause = f"gets {behind}: the loss or what leads to it is not differentiable at the identity"
         verdicts[bad[-1]] = dataclasses.replace(verdicts[bad[-1]], cause=cause, origin=True)
 
     def _mark_exploding(self, verdicts: dict[str, GateGradient]) -> None:
@@ -344,7 +346,7 @@ class _Judge:
 
     def _gain(self, v: GateGradient) -> float:
         """The gradient over the error at the branch's end, which is small for as long as what lies behind sleeps."""
-        error = self.flow.arriving.get(self.flow.additions.get(v.branch, -1)) if self.flow is not None else None
+        error = self.flow.arriving.get(self.flow.seen.additions.get(v.branch, -1)) if self.flow is not None else None
         return v.size / error if error and math.isfinite(error) else math.nan
 
     def _steepest(self, v: GateGradient) -> tuple[str, str]:
@@ -359,9 +361,9 @@ class _Judge:
     # ---------------------------------------------------------------- slope
 
     def _slope(self, judged: _Judged) -> dict[str, Any]:
-        if self.flow is None or judged.branch not in self.flow.additions:
+        if self.flow is None or judged.branch not in self.flow.seen.additions:
             return {}
-        reader, end = self.flow.reader(judged.name), self.flow.additions[judged.branch]
+        reader, end = self.flow.reader(judged.name), self.flow.seen.additions[judged.branch]
         at_gate, at_end = self.flow.arriving.get(reader if reader is not None else -1), self.flow.arriving.get(end)
         if not at_gate or not at_end or not math.isfinite(at_gate / at_end):
             return {}
@@ -373,10 +375,10 @@ class _Judge:
         return {"slope": slope, "attenuated_by": f"`{ops.base_name(call.func)}` at {call.source}"}
 
     def _steps(self, name: str, branch: str) -> list[tuple[float, int]]:
-        if self.flow is None or branch not in self.flow.additions:
+        if self.flow is None or branch not in self.flow.seen.additions:
             return []
         reader = self.flow.reader(name)
-        return [] if reader is None else self.flow.steps_between(reader, self.flow.additions[branch])
+        return [] if reader is None else self.flow.steps_between(reader, self.flow.seen.additions[branch])
 
 
 def _from_behind(op: str) -> str:

@@ -112,7 +112,8 @@ def observe(model: nn.Module, plan: ResidualPlan, inputs: Any = ()) -> Iterator[
     Args:
         model: The model, with the plan applied.
         plan: The plan.
-        inputs: The batch, if at hand; tensors in it count as data, everything unknown as a constant.
+        inputs: The batch, if at hand; without it every tensor that is no parameter, no buffer and was not made in the
+            forward counts as data.
 
     Yields:
         An :class:`Observation`; ``identity`` and ``gradients`` are ready after the block.
@@ -122,6 +123,7 @@ def observe(model: nn.Module, plan: ResidualPlan, inputs: Any = ()) -> Iterator[
         Compiled modules run uncompiled inside.
 
     Example:
+        >>> import torch
         >>> from lit_resinit import apply_, make_plan
         >>> layer, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True), torch.randn(2, 3, 8)
         >>> plan = make_plan(layer, x)

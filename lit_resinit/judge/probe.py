@@ -14,6 +14,7 @@ from lit_resinit.judge.backward import Errors
 from lit_resinit.judge.compare import Reader
 from lit_resinit.judge.flow import Flow
 from lit_resinit.judge.identity import IdentityProbe, IdentityReport
+from lit_resinit.judge.seen import Seen
 from lit_resinit.plan.values import ResidualPlan
 
 
@@ -50,19 +51,21 @@ class GradientProbe:
         with measuring():
             seen, errors, parameters = self._errors.numbers(), self._errors, self._forward.parameters
             return Flow(
-                self._forward.graph,
-                self._values(),
-                seen.arriving,
-                seen.edges,
-                dict(self._forward.additions.calls),
-                {n for n, p in parameters.items() if not p.requires_grad},
-                seen.hooked,
-                seen.replaced,
-                errors.written,
-                errors.python,
-                errors.applied,
-                seen.full,
-                seen.halved,
+                Seen(
+                    self._forward.graph,
+                    self._values(),
+                    seen.arriving,
+                    seen.edges,
+                    dict(self._forward.additions.calls),
+                    {n for n, p in parameters.items() if not p.requires_grad},
+                    seen.hooked,
+                    seen.replaced,
+                    errors.written,
+                    errors.python,
+                    errors.applied,
+                    seen.full,
+                    seen.halved,
+                )
             )
 
     def _values(self) -> dict[int, float]:

@@ -1,0 +1,133 @@
+"""Why a value of the forward is zero, or fixed: parameters, data, draws or counters."""
+
+from __future__ import annotations
+
+import math
+
+from lit_resinit.find.zeros import zero_sources
+from lit_resinit.graph import ops
+from lit_resinit.graph.ops import Does
+from lit_resinit.graph.values import Graph, Node
+
+
+class Explained:
+    """The values of one forward, and what stands behind those that are zero.
+
+    Args:
+        graph: The recorded forward.
+        values: Largest absolute value of every node.
+    """
+
+    def __init__(self, graph: Graph, values: dict[int, float]) -> None:
+        self.graph, self.values = graph, values
+        self._explained: dict[int, frozenset[str]] = {}
+        self._counters = _written_buffers(graph)
+        self._zero: list[bool] = []
+        self._moves: list[bool] = []  # whether a value that is not zero depends on data, draws or counters
+        for node in graph.nodes:
+            self._zero.append(self._is_zero(node))
+            self._moves.append(not self._zero[-1] and self._is_moved(node))
+
+    def moves(self, node: int) -> bool:
+        """Whether a value that is not zero depends on data, draws or counters."""
+        return self._moves[node]
+
+    def value(self, node: int) -> float | None:
+        """Largest absolute value of a node, if it was measured."""
+        known = self.values.get(node)
+        if known is None and ops.does(self.graph.nodes[node].op, Does.COPIES):
+            return self.value(self.graph.nodes[node].inputs[0])
+        return known
+
+    def nan_maker(self, call: int) -> int | None:
+        """The operation of the forward that made the NaN which an operation read, if it read one."""
+        nodes = self.graph.nodes
+        stack = [i for i in self.graph.calls[call].inputs if self._is_nan(i)]
+        seen, makers = set(stack), []
+        while stack:
+            node = nodes[stack.pop()]
+            before = self.graph.calls[node.call].inputs if node.call >= 0 else ()
+            bad = [i for i in before if self._is_nan(i)]
+            if not bad and node.call >= 0:
+                makers.append(node.call)
+            stack += [i for i in bad if i not in seen]
+            seen.update(bad)
+        return min(makers, default=None)
+
+    def _is_nan(self, node: int) -> bool:
+        value = self.value(node)
+        return value is not None and math.isnan(value)
+
+    def reads_zero(self, call: int) -> bool:
+        """Whether one of an operation's inputs is zero."""
+        return any(self.value(i) == 0.0 for i in self.graph.calls[call].inputs)
+
+    def explain(self, node: int) -> frozenset[str]:
+        """The parameters behind a value that is zero, or fixed by zeros; ``<data>`` and the like where none is."""
+        if node in self._explained:
+            return self._explained[node]
+        found: set[str] = set()
+        stack, seen = [node], {node}
+        while stack:
+            current = self.graph.nodes[stack.pop()]
+            leaf = self._leaf_word(current)
+            if leaf:
+                found.add(leaf)
+                continue
+            causes = self._causes(current)
+            if not causes:
+                found.add("<data>" if current.data else "<constant>")
+            fresh = [i for i in causes if i not in seen]
+            seen.update(fresh)
+            stack += fresh
+        if len(found) > 1:
+            found.discard("<constant>")
+        self._explained[node] = frozenset(found)
+        return self._explained[node]
+
+    def _leaf_word(self, node: Node) -> str:
+        if node.op == "parameter":
+            return node.name
+        if node.index in self._counters:
+            return "<counter>"
+        if node.op == "input" or node.noise or (node.op == "scale" and node.number == 0):
+            return "<data>"
+        return "" if node.inputs else "<constant>"
+
+    def _causes(self, node: Node) -> list[int]:
+        """The inputs that make a value zero, or else all of them where none depends on data otherwise."""
+        if node.learned and not node.data:
+            return list(node.inputs)
+        if self._zero[node.index]:
+            sources = zero_sources(self.graph, node, self._zero.__getitem__)
+            zero = list(sources) or [i for i in node.inputs if self._zero[i]]
+            if zero:
+                return zero
+        if any(self._moves[i] for i in node.inputs):
+            return []
+        nodes = self.graph.nodes
+        return [i for i in node.inputs if nodes[i].data or nodes[i].learned] or list(node.inputs)
+
+    def _is_zero(self, node: Node) -> bool:
+        known = self.value(node.index)
+        if known is None:
+            return bool(zero_sources(self.graph, node, self._zero.__getitem__))
+        return known == 0.0
+
+    def _is_moved(self, node: Node) -> bool:
+        leaf = self._leaf_word(node)
+        return leaf in ("<data>", "<counter>") or any(self._moves[i] for i in node.inputs)
+
+
+def _written_buffers(graph: Graph) -> frozenset[int]:
+    """Buffers that the forward writes into, as a counter of steps."""
+    found: set[int] = set()
+    for call in graph.calls:
+        if not ops.written_arguments(call.func) or not call.inputs:
+            continue
+        node = graph.nodes[call.inputs[0]]
+        while node.op == "part" or ops.does(node.op, Does.COPIES):
+            node = graph.nodes[node.inputs[0]]
+        if node.op == "buffer":
+            found.add(node.index)
+    return frozenset(found)
