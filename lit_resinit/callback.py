@@ -1,4 +1,7 @@
-"""The Lightning callback: hooks, each a guard and one call into the core."""
+"""The Lightning callback: hooks, each a guard and one call into the core.
+
+Longer than other files, for Lightning wants every hook, and what a checkpoint has to hold, on one object.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Writes down every operation that runs below it as a graph."""
+"""Writes down every operation that runs below it as a graph.
+
+One class, for a dispatch mode is one object; what lies in which memory, and the parts of an operation, are elsewhere.
+"""
 
 from __future__ import annotations
 

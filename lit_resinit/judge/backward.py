@@ -1,4 +1,7 @@
-"""The error of one backward, on both sides of every operation: hooks on the autograd graph."""
+"""The error of one backward, on both sides of every operation: hooks on the autograd graph.
+
+One file, for the hooks and the window on a backward written in Python note the same errors in turn.
+"""
 
 from __future__ import annotations
 

@@ -92,6 +92,8 @@ def check_gradients(model: nn.Module, plan: ResidualPlan, flow: Flow | None = No
 
 
 class _Judge:
+    """All verdicts of one step: each asks the same step, and in the end they are compared with one another."""
+
     def __init__(self, model: nn.Module, plan: ResidualPlan, flow: Flow | None) -> None:
         self.plan, self.flow = plan, flow
         self.parameters: dict[str, nn.Parameter] = {

@@ -1,4 +1,7 @@
-"""The first steps of a training on trial: observe, prove, judge, wait, wake, and say each finding once."""
+"""The first steps of a training on trial: observe, prove, judge, wait, wake, and say each finding once.
+
+One class, for every phase reads what those before it have found and still wait for.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Records of a run: optimizer steps by branches, bounded however long the run."""
+"""Records of a run: optimizer steps by branches, bounded however long the run.
+
+One class of many short readings of the same rows.
+"""
 
 from __future__ import annotations
 
