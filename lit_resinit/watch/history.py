@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     import pandas
 
 QUANTITIES = ("gate", "gate_max", "gate_grad", "var_stream", "var_branch", "variance_ratio", "saliency")
+_ON_RATIO, _LIMIT = 1e-3, 2000
 
 
 class History:
@@ -62,7 +62,7 @@ class History:
     variance_ratio: Tensor
     saliency: Tensor
 
-    def __init__(self, branches: Sequence[str], on_ratio: float = 1e-3, limit: int = 2000) -> None:
+    def __init__(self, branches: Sequence[str], on_ratio: float = _ON_RATIO, limit: int = _LIMIT) -> None:
         if limit < 2:
             raise ValueError(f"Expected argument `limit` to be at least 2 but got {limit!r}")
         self.branches = list(branches)
@@ -94,6 +94,10 @@ class History:
         if len(self._rows) > self.limit:
             self._rows = [r for i, r in enumerate(self._rows) if i % 2 == 0]
             self._stride *= 2
+        self._see(step, row)
+
+    def _see(self, step: int, row: Tensor) -> None:
+        """Note which branches this record shows switched on."""
         first = (self._on < 0) & (row[5] >= self.on_ratio)
         self._on[first] = step
 
@@ -168,12 +172,45 @@ class History:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> History:
-        """The history that :meth:`to_dict` described."""
-        history = cls([str(b) for b in values["branches"]], float(values["on_ratio"]), int(values["limit"]))
-        table = torch.stack([torch.as_tensor(values[q]) for q in QUANTITIES], dim=1)
-        history._rows = [(int(s), row) for s, row in zip(values["steps"], table, strict=True)]
-        history._stride, history._count = int(values["stride"]), int(values["count"])
-        history._on = torch.as_tensor(values["on"]).clone()
+        """The history that :meth:`to_dict` described, by this version or another.
+
+        A quantity that is missing is NaN, what can be counted from the records is counted, and what is unknown is left.
+
+        Raises:
+            ResInitError: If there are no records to read, or their parts do not fit together.
+        """
+        try:
+            return cls._read(values)
+        except Exception as error:  # a damaged state may hold anything
+            raise ResInitError(
+                "reading a history: expected what `History.to_dict` returns, branches, steps and quantities of one "
+                f"shape, found {_found(values)} ({type(error).__name__}: {error}). Take an earlier checkpoint, or "
+                "start a new history."
+            ) from error
+
+    @classmethod
+    def _read(cls, values: dict[str, Any]) -> History:
+        branches, steps = [str(b) for b in values["branches"]], [int(s) for s in values["steps"]]
+        present = [q for q in QUANTITIES if q in values]
+        if not present:
+            raise KeyError(QUANTITIES[0])
+        table = torch.full((len(steps), len(QUANTITIES), len(branches)), math.nan)
+        for quantity in present:
+            rows = torch.as_tensor(values[quantity])
+            if rows.shape != (len(steps), len(branches)):
+                raise ValueError(f"{quantity} has shape {tuple(rows.shape)}")
+            table[:, QUANTITIES.index(quantity)] = rows
+        limit = max(int(values.get("limit", _LIMIT)), len(steps), 2)
+        history = cls(branches, float(values.get("on_ratio", _ON_RATIO)), limit)
+        history._rows = list(zip(steps, table, strict=True))
+        history._stride, history._count = int(values.get("stride", 1)), int(values.get("count", len(steps)))
+        if "on" in values:
+            history._on[:] = torch.as_tensor(values["on"])
+        else:
+            for step, row in history._rows:
+                history._see(step, row)
+        if history._stride < 1 or history._count < len(steps):
+            raise ValueError(f"{history._count} records, one of {history._stride} kept")
         return history
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -186,22 +223,27 @@ class History:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> History:
-        """Read what :meth:`save` wrote.
+        """Read what :meth:`save` wrote, by this version or another.
 
         Raises:
-            ResInitError: If the file is none of ours.
+            ResInitError: If the file is none of ours, or damaged.
+            OSError: If there is no such file, or it may not be read.
         """
         import numpy as np
 
-        try:
-            with np.load(path, allow_pickle=False) as archive:
-                values = {k: archive[k] for k in archive.files}
-        except (ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
-            raise ResInitError(
-                f"reading a history from {path}: expected the archive of `History.save`, found another kind of file"
-            ) from error
-        if not {"branches", "steps", *QUANTITIES} <= set(values):
-            raise ResInitError(
-                f"reading a history from {path}: expected the archive of `History.save`, found {sorted(values)}"
-            )
+        with open(path, "rb") as file:
+            try:
+                with np.load(file, allow_pickle=False) as archive:
+                    values = {k: archive[k] for k in archive.files}
+            except Exception as error:  # damaged bytes fail in many ways: zlib, zipfile, numpy's header, memory
+                raise ResInitError(
+                    f"reading a history from {path}: expected the archive of `History.save`, found another kind of "
+                    f"file, or a damaged one ({type(error).__name__}: {error}). Take a copy of it, or the history in "
+                    "a checkpoint of the run."
+                ) from error
         return cls.from_dict(values)
+
+
+def _found(values: Any) -> str:
+    """What stands where a history is expected, in few words."""
+    return f"{sorted(map(str, values))}" if isinstance(values, Mapping) else type(values).__name__

@@ -1,8 +1,10 @@
 """The records of a run: columns, bounds, order, files."""
 
 import math
+import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -154,3 +156,63 @@ def test_a_file_of_someone_else_is_refused(tmp_path: Path) -> None:
 def test_unknown_column_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="loss"):
         _ = History(["a"]).loss
+
+
+# -------------------------------------------------------------------- damaged files, and those of another version
+
+
+def test_damaged_bytes_are_refused_in_words_or_read(tmp_path: Path) -> None:
+    path, draw, refused = tmp_path / "history.npz", random.Random(0), []
+    filled(50).save(path)
+    whole = path.read_bytes()
+    for _ in range(200):
+        damaged = bytearray(whole)
+        for _ in range(5):
+            damaged[draw.randrange(len(damaged))] = draw.randrange(256)
+        path.write_bytes(damaged)
+        try:
+            History.load(path)
+        except ResInitError as error:
+            refused.append(str(error))
+    assert len(refused) > 100
+    assert all("reading a history" in message for message in refused)
+
+
+@pytest.mark.parametrize("missing", ["on_ratio", "limit", "on", "stride", "count", "saliency"])
+def test_what_another_version_does_not_have_is_filled_in(missing: str) -> None:
+    history = filled(5)
+    history.append(50, torch.zeros(4, 2), torch.ones(2), torch.tensor([0.0, 0.5]))
+    values = history.to_dict() | {"newer": torch.zeros(3)}
+    del values[missing]
+    again = History.from_dict(values)
+    assert torch.equal(again.variance_ratio, history.variance_ratio)
+    assert again.switched_on() == {"b0": None, "b1": 50}
+    assert bool(again.saliency.isnan().all()) == (missing == "saliency")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"branches": ["one"]},
+        {"steps": [1, 2]},
+        {"gate": torch.zeros(3, 3)},
+        {"on": torch.zeros(7)},
+        {"limit": "many"},
+        {"stride": 0},
+        {"count": 1},
+    ],
+)
+def test_parts_that_do_not_fit_together_are_refused(damage: dict[str, object]) -> None:
+    with pytest.raises(ResInitError, match="reading a history: expected"):
+        History.from_dict(filled(5).to_dict() | damage)
+
+
+@pytest.mark.parametrize("state", [None, 3, [], {}, {"branches": [], "steps": []}])
+def test_no_history_at_all_is_refused(state: Any) -> None:
+    with pytest.raises(ResInitError, match="reading a history: expected"):
+        History.from_dict(state)
+
+
+def test_a_missing_file_is_no_damaged_one(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        History.load(tmp_path / "none.npz")
