@@ -12,7 +12,7 @@ import operator
 import random
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ _ATOMS = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 _EMPTY = {dict, list, set, collections.OrderedDict}  # most of what a module holds is an empty one of these
 _CLOSED = (type, types.ModuleType, types.BuiltinFunctionType, range, slice, enum.Enum)  # nobody's state
 _STREAMS = ("__next__", "read", "recv")
+_PLAIN = (Tensor, nn.Parameter)
 
 
 @contextlib.contextmanager
@@ -79,11 +80,17 @@ def host_random_state() -> tuple[Any, ...]:
 
 
 @contextlib.contextmanager
-def keep_state(model: nn.Module) -> Iterator[None]:
-    """Put everything back that a model holds: parameters, buffers, gradients, flags, attributes and what is in them."""
-    kept = Kept(model)
+def keep_state(model: nn.Module, *, announced: bool = False) -> Iterator[Kept]:
+    """Put everything back that a model holds: parameters, buffers, gradients, flags, attributes and what is in them.
+
+    Args:
+        model: The model.
+        announced: Whether :meth:`Kept.before_write` is called before any operation writes. Parameters, most of what a
+            model holds and hardly ever written in a forward, are then copied only if they are.
+    """
+    kept = Kept(model, later=model.parameters() if announced else ())
     try:
-        yield
+        yield kept
     finally:
         kept.put_back()
 
@@ -102,14 +109,19 @@ class Kept:
         apart: Objects that are not looked into.
         data: Whether the objects hold data: tensors and containers of more than a thousand elements then count as
             such and not as a state, so that nothing large is copied.
+        later: Tensors that are copied in :meth:`before_write`, if at all.
 
     Attributes:
         streams: Kinds of what was met that moves on and cannot be put back: a generator, a file, a socket.
     """
 
-    def __init__(self, *roots: Any, apart: tuple[Any, ...] = (), data: bool = False) -> None:
+    def __init__(
+        self, *roots: Any, apart: tuple[Any, ...] = (), data: bool = False, later: Iterable[Tensor] = ()
+    ) -> None:
         self.streams: list[str] = []
         self._data = data
+        self._later = {id(t) for t in later}
+        self._uncopied: dict[int, list[_KeptTensor]] = {}  # by their memory
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._containers: list[tuple[Any, Any]] = []
         self._tensors: list[_KeptTensor] = []
@@ -118,6 +130,12 @@ class Kept:
         self._apart = apart
         with torch.no_grad():
             self._look(list(roots))
+
+    def before_write(self, tensor: Tensor) -> None:
+        """Copy what was left for later and lies in the memory of a tensor that is about to be written."""
+        if self._uncopied:
+            for kept in self._uncopied.pop(_memory_of(tensor), ()):
+                kept.copy()
 
     def put_back(self) -> None:
         """Make everything what it was; what did not change is not touched."""
@@ -203,6 +221,11 @@ class Kept:
             return ()
         kept = _KeptTensor(value)
         self._tensors.append(kept)
+        memory = _memory_of(value) if id(value) in self._later else 0
+        if memory:
+            self._uncopied.setdefault(memory, []).append(kept)
+        else:
+            kept.copy()
         return () if kept.grad is None else (kept.grad,)
 
     def _keep_function(self, value: Any) -> Any:
@@ -243,24 +266,36 @@ class _KeptTensor:
         self.flag, self.version = tensor.requires_grad, _version(tensor)
         self.memory: Tensor | None = None
         self.value: Tensor | None = None
-        try:
+        with contextlib.suppress(RuntimeError, NotImplementedError, ValueError):  # a parameter without a shape yet
             self.memory = tensor.detach()
-            self.value = self.memory.clone()
-        except (RuntimeError, NotImplementedError, ValueError):  # a parameter without a shape yet
-            self.value = None
+
+    def copy(self) -> None:
+        """Keep the values too."""
+        try:
+            self.value = None if self.memory is None else self.memory.clone()
+        except (RuntimeError, NotImplementedError, ValueError):
+            self.memory = None
 
     def put_back(self) -> None:
         tensor = self.tensor
-        if self.memory is not None and self.value is not None:
-            if not _same_memory(tensor, self.memory):
-                tensor.data = self.memory
-            if not _same_values(tensor, self.value, self.version):
-                tensor.detach().copy_(self.value)
+        if self.memory is not None and not _same_memory(tensor, self.memory):
+            tensor.data = self.memory
+        if self.value is not None and not _same_values(tensor, self.value, self.version):
+            tensor.detach().copy_(self.value)
         if tensor.is_leaf:
             if tensor.grad is not self.grad:
                 tensor.grad = self.grad
             if tensor.requires_grad != self.flag:
                 tensor.requires_grad_(self.flag)
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """What tells the memory of a plain tensor from any other; 0 for tensors that are made of several, or have none."""
+    try:
+        storage = tensor.untyped_storage() if type(tensor) in _PLAIN else None
+    except (RuntimeError, NotImplementedError, ValueError):
+        return 0
+    return 0 if storage is None or not storage.nbytes() else storage._cdata
 
 
 def _version(tensor: Tensor) -> int:

@@ -78,8 +78,7 @@ class Memory:
         nodes: Sequence[int],
     ) -> None:
         """Note in which memory the results of an operation lie, and what in-place ones overwrite."""
-        written = ops.written_arguments(func)
-        targets = [kwargs.get(w) if isinstance(w, str) else args[w] if w < len(args) else None for w in written]
+        targets = ops.written(func, args, kwargs)
         for position, (tensor, node) in enumerate(zip(results, nodes, strict=True)):
             if position < len(targets) and targets[position] is tensor:
                 self._overwrite(tensor, node)

@@ -191,6 +191,13 @@ def written_arguments(func: OpOverload) -> tuple[int | str, ...]:
     return tuple(written)
 
 
+def written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that the operation writes into; None for one that was left out."""
+    return [
+        kwargs.get(w) if isinstance(w, str) else args[w] if w < len(args) else None for w in written_arguments(func)
+    ]
+
+
 @functools.cache
 def is_random(func: OpOverload) -> bool:
     """Whether the operation draws random numbers."""

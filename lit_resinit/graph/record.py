@@ -5,7 +5,7 @@ One class, for a dispatch mode is one object; what lies in which memory, and the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -72,6 +72,7 @@ class Recorder(TorchDispatchMode):
         only: Base names of the operations that are written down; all when None.
         listeners: Who hears of every operation, in this order.
         strange_is_data: Whether a tensor that is no parameter, no buffer and was not made here counts as data too.
+        before_write: Called with every tensor that an operation is about to write, also of those not written down.
     """
 
     def __init__(
@@ -86,8 +87,10 @@ class Recorder(TorchDispatchMode):
         only: frozenset[str] | None = None,
         listeners: Sequence[Listener] = (),
         strange_is_data: bool = False,
+        before_write: Callable[[Tensor], None] | None = None,
     ) -> None:
         super().__init__()
+        self._before_write = before_write
         self._strange_is_data = strange_is_data
         self._only, self.listeners = only, list(listeners)
         self._lot = lot
@@ -127,6 +130,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device  # asked for several times in every operation
+        if self._before_write is not None and ops.written_arguments(func):
+            self._announce(self._before_write, func, args, kwargs)
         if is_not_forward(func) or (self._only is not None and ops.base_name(func) not in self._only):
             return func(*args, **kwargs)
         call = self.begin(func, args, kwargs)
@@ -138,6 +143,14 @@ class Recorder(TorchDispatchMode):
             for listener in self.listeners:
                 listener.after(call, args, kwargs, out)
         return out
+
+    @staticmethod
+    def _announce(
+        before_write: Callable[[Tensor], None], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        for tensor in tree_iter(ops.written(func, args, kwargs)):
+            if isinstance(tensor, Tensor):
+                before_write(tensor)
 
     def forget(self) -> None:
         """Let go of every tensor and listener; the graph stays."""

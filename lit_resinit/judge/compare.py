@@ -179,7 +179,7 @@ def _stacks(plan: ResidualPlan) -> tuple[dict[str, str], dict[str, str], dict[st
 
 def _gap(out: Tensor, start: Tensor) -> Tensor:
     """Largest absolute difference, exactly zero only where two tensors are equal."""
-    if out.numel() == 0:
+    if out.numel() == 0 or (out.is_cpu and torch.equal(out, start)):  # elsewhere it would wait for the device
         return torch.zeros((), device=out.device)
     lowest, highest = torch.aminmax(as_wide(out) - as_wide(start))
     return torch.maximum(-lowest, highest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -107,16 +107,26 @@ class IdentityProbe:
         values: Whether every operation is recorded and the size of every value measured, so that the first non-finite
             operation can be named; else only what the verdicts need is: additions, and what rescales a stream.
         readers: Who else measures at the additions.
+        before_write: Called with every tensor that an operation is about to write.
     """
 
     def __init__(
-        self, model: nn.Module, plan: ResidualPlan, inputs: Any = (), *, values: bool, readers: Sequence[Reader] = ()
+        self,
+        model: nn.Module,
+        plan: ResidualPlan,
+        inputs: Any = (),
+        *,
+        values: bool,
+        readers: Sequence[Reader] = (),
+        before_write: Callable[[Tensor], None] | None = None,
     ) -> None:
         self.plan, self.comparison, self.peaks = plan, Comparison(plan), Peaks()
         self.additions = AtAdditions(plan, (self.comparison, *readers))
         listeners = [self.additions, self.peaks] if values else [self.additions]
         only = None if values else self.additions.kinds | ops.named(Does.NORMALISES | Does.REDUCES)
-        self.recorder = Recorder(model, inputs, only=only, listeners=listeners, strange_is_data=values)
+        self.recorder = Recorder(
+            model, inputs, only=only, listeners=listeners, strange_is_data=values, before_write=before_write
+        )
         named = model.named_parameters(remove_duplicate=False)
         self.parameters: dict[str, Tensor] = {clean_name(n): p for n, p in named}
 
@@ -268,21 +278,18 @@ def check_identity(
     """
     check_plan(model, plan)
     arguments = as_arguments(args)
-    with no_collection(), keep_rng(), keep_state(model), torch.no_grad(), eager():
+    with no_collection(), keep_rng(), keep_state(model, announced=True) as kept, torch.no_grad(), eager():
         model.train()
-        report = _run_probe(model, plan, arguments, kwargs or {}, values=False)
-        if any(b.cause == "nonfinite branch" for b in report.branches):
-            report = _run_probe(model, plan, arguments, kwargs or {}, values=True)
-        return report
 
+        def report(*, values: bool) -> IdentityReport:
+            inputs = (arguments, kwargs)
+            probe = IdentityProbe(model, plan, inputs, values=values, before_write=kept.before_write)
+            with keep_rng(), probe:
+                model(*arguments, **(kwargs or {}))
+            return probe.identity()
 
-def _run_probe(
-    model: nn.Module, plan: ResidualPlan, args: tuple[Any, ...], kwargs: dict[str, Any], *, values: bool
-) -> IdentityReport:
-    probe = IdentityProbe(model, plan, (args, kwargs), values=values)
-    with keep_rng(), probe:
-        model(*args, **kwargs)
-    return probe.identity()
+        found = report(values=False)
+        return report(values=True) if any(b.cause == "nonfinite branch" for b in found.branches) else found
 
 
 # -------------------------------------------------------------------- words

@@ -12,8 +12,9 @@ import torch
 from networks import WIDTH, Plain, stack
 from torch import Tensor, nn
 
-from lit_resinit import make_plan
+from lit_resinit import apply_, check_identity, make_plan
 from lit_resinit.graph.keep import Kept, keep_state
+from lit_resinit.graph.record import Recorder
 
 X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
 
@@ -158,6 +159,35 @@ def test_planning_undoes_what_a_forward_writes(way: str, copies: bool) -> None:
     assert [id(p) for p in model.parameters()] == ids
     model(X)
     assert repr(state_of(model)) != repr(before), "the forward does write"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_identity_check_undoes_what_its_forward_writes(way: str) -> None:
+    model = Writes(lambda _: None)
+    plan = make_plan(model, X)
+    apply_(model, plan)
+    model.write = WAYS[way]
+    before = state_of(model)
+    check_identity(model, plan, X)
+    after = state_of(model)
+    assert after[1] == before[1]
+    assert all(torch.equal(v, before[0][0][n]) for n, v in after[0][0].items())
+    assert torch.equal(after[0][1], before[0][1])
+
+
+def test_parameters_are_copied_when_an_operation_is_to_write_them() -> None:
+    layer, other = nn.Linear(3, 3), nn.Linear(3, 3)
+    before = [p.clone() for p in layer.parameters()]
+    kept = Kept(layer, other, later=[*layer.parameters(), *other.parameters()])
+    other.weight.data.add_(1.0)  # which nobody announced: it is the announced ones that are copied
+    moved = other.weight.clone()
+    with Recorder(layer, before_write=kept.before_write), torch.no_grad():
+        layer.weight[1:].mul_(2.0)
+        torch.add(torch.ones(3), 1.0, out=layer.bias)
+    assert not torch.equal(layer.weight, before[0])
+    kept.put_back()
+    assert all(torch.equal(p, b) for p, b in zip(layer.parameters(), before, strict=True))
+    assert torch.equal(other.weight, moved)
 
 
 def test_gradients_in_place_are_put_back() -> None:
