@@ -158,14 +158,12 @@ class Kept:
         seen = {id(x) for x in self._apart}
         while stack and not (self._data and len(seen) > _MOST):
             value = stack.pop()
-            kind, key = type(value), id(value)
-            if kind in _ATOMS or key in seen:
-                continue
-            seen.add(key)
-            if kind in _EMPTY and not value:
-                self._empty.append(value)
-            else:
-                stack += self._keep(value)
+            if id(value) not in seen:
+                seen.add(id(value))
+                found = [v for v in self._keep(value) if type(v) not in _ATOMS]
+                empty = [v for v in found if type(v) in _EMPTY and not v]
+                self._empty += empty
+                stack += [v for v in found if type(v) not in _EMPTY or v] if empty else found
 
     def _keep(self, value: Any) -> Any:
         """Note one object, and return what is to be looked at next."""
