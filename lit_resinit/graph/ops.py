@@ -45,6 +45,7 @@ class Zero(enum.Enum):
     ALL = "all inputs that move or learn are"
     ANY = "one input is"
     NEVER = "never for that reason"
+    ALWAYS = "always"
     SHIFT = "its input is, and the number added is zero too"
     ASK = "all inputs that move or learn are, and the function is zero at zero when called"
 
@@ -132,9 +133,10 @@ _TABLE: tuple[tuple[Kind, str], ...] = (
     # made, not computed
     (
         Kind(Does.CREATES),
-        "empty_like zeros_like ones_like full_like rand_like randint_like new_empty new_zeros new_ones new_full "
-        "new_empty_strided zero fill uniform exponential geometric log_normal cauchy bernoulli random",
+        "empty_like ones_like full_like rand_like randint_like new_empty new_ones new_full new_empty_strided fill "
+        "uniform exponential geometric log_normal cauchy bernoulli random",
     ),
+    (Kind(Does.CREATES, Zero.ALWAYS), "zeros zeros_like new_zeros zero"),
     (Kind(Does.CREATES | Does.DRAWS), "randn_like normal"),
     (Kind(Does.DRAWS), "randn normal_functional"),
 )

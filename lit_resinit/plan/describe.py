@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
+from torch import nn
+
 from lit_resinit.find.closing import closing
 from lit_resinit.find.norms import is_normalised
 from lit_resinit.find.streams import Addition
@@ -195,3 +197,24 @@ def zero_layers(survey: Survey, gates: Collection[str]) -> tuple[str, ...]:
                 names = survey.parameters_below([source])
                 found |= dict.fromkeys(n for n in names if n not in gates and survey.zeros.holds(n))
     return tuple(found)
+
+
+def idle_modules(survey: Survey) -> tuple[str, ...]:
+    """The outermost modules with parameters, none of which the forward read, under whatever name."""
+    own = [(n, p) for n, m in survey.modules.items() for p in m._parameters.values() if p is not None]
+    names = {n.name for n in survey.graph.nodes if n.op == "parameter" and survey.readers[n.index]}
+    read = {id(p) for name in names for p in [_parameter(survey, name)] if p is not None}
+    busy = {place for name, p in own if id(p) in read for place in _and_above(name)}
+    idle = {next(place for place in _and_above(name) if place not in busy): None for name, _ in own if name not in busy}
+    return tuple(idle)
+
+
+def _parameter(survey: Survey, name: str) -> nn.Parameter | None:
+    owner, _, own = name.rpartition(".")
+    return survey.modules[owner]._parameters.get(own) if owner in survey.modules else None
+
+
+def _and_above(name: str) -> list[str]:
+    """A module and those that it lies in, the outermost first."""
+    parts = name.split(".")
+    return ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))] if name else [""]

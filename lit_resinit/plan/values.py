@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from torch import nn
@@ -92,6 +92,8 @@ class ResidualPlan:
         branches: Every residual branch, in the order of execution.
         zero_layers: All-zero weights of layers that are no gates (a zero head): judged, never written.
         streams: The streams that the branches form.
+        unread: Names of residual additions from which no output of the network is computed: never touched, nor judged.
+        idle: Modules with parameters that the traced forward did not run; their branches are not known.
     """
 
     __module__ = "lit_resinit"
@@ -100,6 +102,8 @@ class ResidualPlan:
     branches: tuple[Branch, ...]
     zero_layers: tuple[str, ...] = ()
     streams: tuple[Stream, ...] = ()
+    unread: tuple[str, ...] = ()
+    idle: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.branches)
@@ -137,6 +141,8 @@ class ResidualPlan:
             "zero_layers": list(self.zero_layers),
             "streams": [_plain_stream(s) for s in self.streams],
             "after_last": {k: list(v) for k, v in self.after_last.items()},
+            "unread": list(self.unread),
+            "idle": list(self.idle),
         }
 
 
@@ -210,6 +216,8 @@ class _Prefixed:
             branches=tuple(self.branch(b) for b in plan.branches),
             zero_layers=self.names(plan.zero_layers),
             streams=tuple(self.stream(s) for s in plan.streams),
+            unread=self.names(plan.unread),
+            idle=self.names(plan.idle),
         )
 
 
@@ -227,10 +235,34 @@ def format_plan(plan: ResidualPlan) -> str:
     for (skip, action, kinds, _), branches in groups.items():
         names, gates = [b.name for b in branches], [_gates_of(b) for b in branches]
         table.append((together(names), str(len(names)), skip, action, kinds, in_common(gates)))
+    for what, places in (("unread", plan.unread), ("did not run", plan.idle)):
+        for names in _alike(places):
+            table.append((together(names), str(len(names)), "-", what, "-", "-"))
     title = f"{len(plan)} residual branches, scheme {plan.scheme}"
     if plan.zero_layers:
         title += f"; zero layers outside: {', '.join(plan.zero_layers)}"
-    return f"{title}\n{in_columns(table)}"
+    return "\n".join([title, in_columns(table), *_remarks(plan)])
+
+
+def _alike(names: Iterable[str]) -> Iterable[list[str]]:
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(without_numbers(name), []).append(name)
+    return groups.values()
+
+
+def _remarks(plan: ResidualPlan) -> Iterator[str]:
+    """What the words of the table mean, where they are not those of a scheme."""
+    without_gates = [b for b in plan.branches if b.action == "already_closed" and not b.gates]
+    if without_gates:
+        yield (
+            f"{together([b.name for b in without_gates])}: the branch is zero whatever the batch, and a second zero "
+            "would keep it so for good; left as it is."
+        )
+    if plan.unread:
+        yield "unread: no output of the network is computed from that sum; left as it is, and not judged."
+    if plan.idle:
+        yield "did not run: this forward did not read their parameters; branches inside them are not known."
 
 
 def _gates_of(branch: Branch) -> str:
