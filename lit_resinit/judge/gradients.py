@@ -19,7 +19,7 @@ from lit_resinit.graph.where import clean_name
 from lit_resinit.judge.flow import Flow
 from lit_resinit.judge.seen import BY_BATCH, Reason
 from lit_resinit.judge.sizes import frozen_branches, gradient_sizes, steps_in_backward
-from lit_resinit.judge.verdicts import GateGradient, GradientReport, Status
+from lit_resinit.judge.verdicts import GateGradient, GradientReport, Status, harmless
 from lit_resinit.plan.values import ResidualPlan, check_plan
 from lit_resinit.words import together
 
@@ -29,12 +29,19 @@ SLOW = 1e-3  # slope below which a start is slow
 _SMALLEST = float(torch.finfo(torch.float32).tiny)  # below it a gradient has lost its digits and says nothing of size
 _LET_PASS = "let that hook pass the gradient on as it is, or remove it"
 _TRUE_GRADIENT = "return the true gradient there"
-_BY_BATCH_WORDS = {
-    "underflow": "the error is too small for half precision, which rounds it to zero: scale the loss (a GradScaler), "
-    "or use bfloat16",
-    "data": "this batch sent it no error (masked, dropped or cut off)",
-    "balance": "in this batch the terms of its error cancel",
-    "counter": "a buffer that the forward itself writes is zero in this step",
+_LET_BATCHES = "let some batch reach it within `patience` steps, or raise `patience` where such batches are rare"
+_BY_BATCH_WORDS = {  # why it sleeps, and what to do if it does not wake
+    "underflow": (
+        "the error is too small for half precision, which rounds it to zero: scale the loss (a GradScaler), "
+        "or use bfloat16",
+        "scale the loss (a GradScaler), or use bfloat16",
+    ),
+    "data": ("this batch sent it no error (masked, dropped or cut off)", _LET_BATCHES),
+    "balance": ("in this batch the terms of its error cancel", _LET_BATCHES),
+    "counter": (
+        "a buffer that the forward itself writes is zero in this step",
+        "let that buffer leave zero within `patience` steps, or raise `patience`",
+    ),
 }
 
 
@@ -112,8 +119,7 @@ class _Judge:
         for judged in self.judged:
             verdict, gate = verdicts[judged.name], verdicts[judged.gate]
             if judged.role == "bias" and gate.status == "alive" and verdict.status == "dead":
-                note = f"its own gradient vanishes ({verdict.cause}), which does no harm while {judged.gate} is alive"
-                verdicts[judged.name] = dataclasses.replace(verdict, status="alive", cause=note)
+                verdicts[judged.name] = harmless(verdict, judged.gate)
         return GradientReport(verdicts)
 
     def _verdict(self, judged: _Judged) -> GateGradient:
@@ -192,11 +198,12 @@ class _Judge:
         if self.flow is None:
             other = next((n for n in self._zero_and_alive() if n != judged.name), None)
             if other is not None:
-                return verdict("asleep", f"no error arrives while {other} is zero, and {other} learns", waits_for=other)
+                cause = f"no error arrives while {other} is zero, and {other} learns"
+                return verdict("asleep", cause, waits_for=other, remedy=_move(other))
             return verdict("dead", "its gradient is exactly zero, and no zero parameter that learns explains it")
         reasons = self.flow.reasons_of(judged.name, edges)
         if not reasons:
-            return verdict("asleep", "this batch sent it no error")
+            return verdict("asleep", "this batch sent it no error", remedy=_LET_BATCHES)
         dropped = any(r.kind == "chance" for r in reasons)
         for reason in reasons:
             others = sorted(reason.parameters - {judged.name})
@@ -204,12 +211,12 @@ class _Judge:
             if mover is not None:
                 what = "is zero" if self._is_all_zero(mover) else "stands where it lets none through"
                 cause = f"no error arrives while {mover} {what}, and {self._how_it_moves(mover)}"
-                return verdict("asleep", cause, waits_for=mover, by_chance=dropped)
+                return verdict("asleep", cause, waits_for=mover, by_chance=dropped, remedy=_move(mover))
         if dropped:
-            return verdict("asleep", "a random draw dropped its branch", by_chance=True)
-        by_batch = next((_BY_BATCH_WORDS[r.kind] for r in reasons if r.kind in _BY_BATCH_WORDS), "")
-        if by_batch:
-            return verdict("asleep", by_batch)
+            return verdict("asleep", "a random draw dropped its branch", by_chance=True, remedy=_LET_BATCHES)
+        by_batch = next((_BY_BATCH_WORDS[r.kind] for r in reasons if r.kind in _BY_BATCH_WORDS), None)
+        if by_batch is not None:
+            return verdict("asleep", by_batch[0], remedy=by_batch[1])
         reason = min(reasons, key=lambda r: r.call)
         remedy = {"hook": _LET_PASS, "written": _TRUE_GRADIENT}.get(reason.kind, "")
         return verdict(
@@ -385,3 +392,7 @@ class _Judge:
 
 def _from_behind(op: str) -> str:
     return f"NaN or inf from {op} after its block, where the error was still finite"
+
+
+def _move(mover: str) -> str:
+    return f"see that an optimizer moves {mover} (in a parameter group, at a rate above zero), or raise `patience`"

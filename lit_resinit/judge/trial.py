@@ -30,6 +30,7 @@ from lit_resinit.words import together
 # Steps that a gradient scaler may skip before its overflow counts as ours: torch's own starts at 2^16 and halves, so
 # that twenty are enough for any network whose gradients are finite at all.
 SCALER_WAIT = 50
+AGAIN = 8  # steps observed after the first verdict at most: a branch that hardly ever runs is not to slow a training
 
 
 class Phase(enum.Enum):
@@ -40,6 +41,7 @@ class Phase(enum.Enum):
     BACKWARD = "a forward was observed, its gradients are not judged yet"
     JUDGED = "the gradients were judged, and the optimizer step of that verdict comes next"
     ASLEEP = "some gate sleeps, on this rank or another: every real step is one more look"
+    LAST = "patience ends with the next real step, which is observed like the first"
     AWAKE = "nothing is waited for"
 
 
@@ -98,8 +100,9 @@ class Trial:
 
     The first batch with a loss is observed, its branches compared with their skips, and the gradients of its backward
     judged. Gates that sleep are looked at again at every optimizer step that really happens, until they wake or
-    ``patience`` is used up. A gradient scaler that skips steps, and gates whose own optimizer is still to step, are
-    waited for. Two real steps after the verdict, what has a gradient has to have moved.
+    ``patience`` is used up; the step that would use it up is observed as the first one was. A gradient scaler that
+    skips steps, and gates whose own optimizer is still to step, are waited for. Two real steps after the verdict, what
+    has a gradient has to have moved.
 
     In a loop of your own either :meth:`step` around forward and backward, or, where more is known, the four calls of
     which it is made. From then on a call costs nothing.
@@ -152,6 +155,7 @@ class Trial:
         self._waking: Waking | None = None
         self._slept: dict[str, int] = {}  # before the run was resumed
         self._waited = 0  # steps that a scaler skipped
+        self._again = 0  # steps observed after the first verdict
         self._steps = 0  # real ones since the verdict
         self._graphs = _Graphs()
 
@@ -195,10 +199,8 @@ class Trial:
         self._graphs.begin_batch()
         if self.phase is Phase.FORWARD:  # of a batch without a loss
             self.drop()
-        if self.phase is Phase.DUE:
-            self._observation = Observation(self.model, self._plan, batch, readers)
-            self._observation.start()
-            self.phase = Phase.FORWARD
+        if self.phase in (Phase.DUE, Phase.LAST):
+            self._observe(batch, readers)
 
     def after_forward(self, loss: Tensor, *, more: bool = False) -> list[Finding]:
         """The forward is done: every branch has to have contributed exactly nothing.
@@ -250,7 +252,7 @@ class Trial:
         """Give up what was observed; the next batch is observed instead."""
         if self._observation is not None:
             self._retire()
-            self.phase = Phase.DUE
+            self.phase = Phase.DUE if self._waking is None else Phase.LAST
 
     def stop(self) -> None:
         """Leave no hook or mode behind; a loss that an exception holds may still need its graph."""
@@ -283,6 +285,12 @@ class Trial:
 
     # ---------------------------------------------------------------- what is done in them
 
+    def _observe(self, batch: Any = (), readers: Sequence[Reader] = ()) -> None:
+        self._again += self._waking is not None
+        self._observation = Observation(self.model, self._plan, batch, readers)
+        self._observation.start()
+        self.phase = Phase.FORWARD
+
     def _end_forward(self) -> list[Finding]:
         if self._observation is None or self.phase is not Phase.FORWARD:
             return []
@@ -298,11 +306,9 @@ class Trial:
 
     def _judge(self, held: set[str] | None) -> list[Finding]:
         """The first verdict; gates other than those ``held`` by this optimizer may have no gradient yet."""
-        if self._observation is None or not self._observation.saw_backward:
+        report = self._observed() if self._waking is None else None
+        if report is None:
             return []
-        self._observation.finish()
-        report = self._observation.gradients
-        self._retire()
         self.phase = Phase.JUDGED
         report = until_unfrozen(report, self.model) if self._unfreezes else report
         report = until_stepped(report, held) if held is not None else report
@@ -313,18 +319,51 @@ class Trial:
         self.gradients = report
         return [*self._alarms(), *_sizes(report)]
 
+    def _observed(self) -> GradientReport | None:
+        """The verdicts on the step under observation, where its backward ran."""
+        if self._observation is None or not self._observation.saw_backward:
+            return None
+        self._observation.finish()
+        report = self._observation.gradients
+        self._retire()
+        return report
+
     def _look_again(self, optimizer: Any, held: set[str] | None) -> list[Finding]:
         """A real step: some gate may have woken, or used up its patience."""
-        if self._waking is None:
+        if self._waking is None or self.phase in (Phase.FORWARD, Phase.AWAKE):
             return []
         found: list[Finding] = []
-        if self.phase is Phase.ASLEEP and has_rate(optimizer):
-            self.gradients = self._waking.step(self.model, held)
+        if self.phase is not Phase.JUDGED:
+            if not has_rate(optimizer):
+                self._sleep_on()
+                return []
+            ends = self._agree(self._waking.ends(self.model, held))
+            anew = self._observed() if ends else None
+            self.gradients = self._waking.step(self.model, held, anew, waits=ends and self._again < AGAIN)
             found = self._alarms()
-        elif self.phase is not Phase.JUDGED:
-            return []
-        self.phase = Phase.ASLEEP if self._agree(self._waking.waiting) else Phase.AWAKE
+        waiting = self._agree(self._waking.waiting)
+        last = self._agree(self._waking.ends(self.model)) and self._again < AGAIN
+        self._sleep_on()
+        self.phase = (Phase.LAST if last else Phase.ASLEEP) if waiting else Phase.AWAKE
+        if self.phase is Phase.LAST and held is not None:
+            self._observe_after(optimizer)
         return found
+
+    def _sleep_on(self) -> None:
+        """What was observed of this step is not needed."""
+        if self._observation is not None:
+            self._retire()
+        self.phase = Phase.ASLEEP
+
+    def _observe_after(self, optimizer: Any) -> None:
+        """Of several optimizers another one may step in the same batch: what leads to that is observed."""
+
+        def begin(*_: Any) -> None:
+            handle.remove()
+            if self.phase is Phase.LAST and self._model() is not None:
+                self._observe()
+
+        handle = optimizer.register_step_post_hook(begin)
 
     def _not_moved(self, optimizer: Any) -> list[Finding]:
         """Some steps after the verdict, what has a gradient should have moved."""
@@ -341,9 +380,8 @@ class Trial:
 
     def _wait(self) -> None:
         """A step that a scaler skips says nothing; a verdict that is still due needs another batch."""
-        if self._waking is None:
-            self._waited += 1
-            self.drop()
+        self._waited += self._waking is None
+        self.drop()
 
     def _agreed(self, message: str) -> str:
         """One rank's finding is every rank's, so that all of them raise, or none; "" when none found anything."""

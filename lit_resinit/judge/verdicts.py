@@ -99,6 +99,12 @@ class GradientReport:
             raise GradientError(describe(self), self)
 
 
+def harmless(bias: GateGradient, gate: str) -> GateGradient:
+    """The verdict on a bias without a gradient of its own, whose gate has one."""
+    note = f"its own gradient vanishes ({bias.cause}), which does no harm while {gate} is alive"
+    return dataclasses.replace(bias, status="alive", cause=note, source="", waits_for=None)
+
+
 # -------------------------------------------------------------------- words
 
 _NEXT: dict[str, str] = {
