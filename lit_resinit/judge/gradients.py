@@ -18,6 +18,7 @@ from lit_resinit.graph.tensors import is_sharded, whole
 from lit_resinit.graph.where import clean_name
 from lit_resinit.judge.flow import Flow
 from lit_resinit.judge.seen import BY_BATCH, Reason
+from lit_resinit.judge.shut import shut_branches
 from lit_resinit.judge.sizes import frozen_branches, gradient_sizes, steps_in_backward
 from lit_resinit.judge.verdicts import GateGradient, GradientReport, Status, harmless
 from lit_resinit.plan.values import ResidualPlan, check_plan
@@ -120,6 +121,8 @@ class _Judge:
             verdict, gate = verdicts[judged.name], verdicts[judged.gate]
             if judged.role == "bias" and gate.status == "alive" and verdict.status == "dead":
                 verdicts[judged.name] = harmless(verdict, judged.gate)
+        if self.flow is not None:
+            verdicts |= {v.parameter: v for v in shut_branches(self.plan, self.flow, self._frozen)}
         return GradientReport(verdicts)
 
     def _verdict(self, judged: _Judged) -> GateGradient:
@@ -287,7 +290,9 @@ class _Judge:
         if reason.kind == "written":
             line = next(line for (call, _), line in self.flow.seen.written.items() if call == reason.call)
             why = f"{self.flow.seen.spelled(reason.call)} returns a zero that no error went into (made at {line})"
-        if frozen:
+        if reason.fixed_by:
+            why += f", because {together(sorted(reason.fixed_by))} is a buffer of zeros"
+        elif frozen:
             why += f", because {together(frozen)} is zero and frozen"
         elif judged.gate in reason.parameters and reason.kind == "factor":
             why += f", a value computed from the zero output of {judged.gate} itself"

@@ -19,7 +19,7 @@ class Links:
 
     def __init__(self, seen: Seen) -> None:
         self.seen, self.graph, self.arriving = seen, seen.graph, seen.arriving
-        self.explained = Explained(seen.graph, seen.values)
+        self.explained = Explained(seen.graph, seen.values, seen.counters)
         self._spelled: dict[int, list[int]] = {}
         for node in seen.graph.nodes:
             if node.call >= 0:
@@ -56,7 +56,8 @@ class Links:
             kind = "counter"
         elif not parameters and "<data>" in names:
             kind = "chance" if any(self.graph.nodes[v].noise for v in values) and kind == "factor" else "data"
-        return Reason(kind, call, parameters)
+        buffers = [n for v in values if kind == "factor" and not parameters for n in self.explained.buffers_behind(v)]
+        return Reason(kind, call, parameters, frozenset(buffers))
 
     def _fixed_conditions(self, call: int, operand: int) -> list[int]:
         """Conditions that keep everything of an operand out, and do not depend on data."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_resinit.graph.tensors import measuring, peak_of, to_host
+from lit_resinit.graph.where import clean_name
 from lit_resinit.judge.backward import Errors
 from lit_resinit.judge.compare import Reader
 from lit_resinit.judge.flow import Flow
@@ -25,6 +26,8 @@ class GradientProbe:
         self._forward = IdentityProbe(model, plan, inputs, values=True, readers=readers)
         self._errors = Errors(model, self._forward.recorder)
         self._forward.recorder.listeners.insert(0, self._errors)
+        self._model = model
+        self._buffers = {clean_name(n): (b, _version(b)) for n, b in model.named_buffers()}
 
     def __enter__(self) -> GradientProbe:
         self._forward.__enter__()
@@ -65,8 +68,15 @@ class GradientProbe:
                     errors.applied,
                     seen.full,
                     seen.halved,
+                    self._changed_buffers(),
                 )
             )
+
+    def _changed_buffers(self) -> frozenset[str]:
+        """Buffers that were written, or replaced, since the step began, as counters and averages are."""
+        now = {clean_name(n): b for n, b in self._model.named_buffers()}
+        before = self._buffers.items()
+        return frozenset(n for n, (b, version) in before if now.get(n) is not b or _version(b) != version)
 
     def _values(self) -> dict[int, float]:
         """Largest absolute value of every node, parameters included."""
@@ -86,3 +96,7 @@ class GradientProbe:
         self._forward.recorder.forget()
         self._forward.comparison.forget()
         return functions
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
