@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from lit_resinit.graph import ops
+from lit_resinit.graph.faults import Faults
 from lit_resinit.graph.lower import lower
 from lit_resinit.graph.memory import Memory
 from lit_resinit.graph.tensors import is_not_forward, measuring
@@ -72,6 +73,8 @@ class Recorder(TorchDispatchMode):
         only: Base names of the operations that are written down; all when None.
         listeners: Who hears of every operation, in this order.
         strange_is_data: Whether a tensor that is no parameter, no buffer and was not made here counts as data too.
+        faults: What becomes of an exception of ours; it passes on when None. From the first one kept on nothing is
+            written down.
     """
 
     def __init__(
@@ -86,8 +89,10 @@ class Recorder(TorchDispatchMode):
         only: frozenset[str] | None = None,
         listeners: Sequence[Listener] = (),
         strange_is_data: bool = False,
+        faults: Faults | None = None,
     ) -> None:
         super().__init__()
+        self.faults = Faults(strict=True) if faults is None else faults
         self._strange_is_data = strange_is_data
         self._only, self.listeners = only, list(listeners)
         self._lot = lot
@@ -129,14 +134,19 @@ class Recorder(TorchDispatchMode):
             return args[0].fake_device  # asked for several times in every operation
         if is_not_forward(func) or (self._only is not None and ops.base_name(func) not in self._only):
             return func(*args, **kwargs)
-        call = self.begin(func, args, kwargs)
-        for listener in self.listeners:
-            listener.before(call, args, kwargs)
-        out = func(*args, **kwargs)
-        with measuring():
-            self._finish(call, func, args, kwargs, out)
+        if self.faults.first is not None:
+            return func(*args, **kwargs)
+        call = None
+        with self.faults:
+            call = self.begin(func, args, kwargs)
             for listener in self.listeners:
-                listener.after(call, args, kwargs, out)
+                listener.before(call, args, kwargs)
+        out = func(*args, **kwargs)
+        if call is not None and self.faults.first is None:
+            with self.faults, measuring():
+                self._finish(call, func, args, kwargs, out)
+                for listener in self.listeners:
+                    listener.after(call, args, kwargs, out)
         return out
 
     def forget(self) -> None:

@@ -222,9 +222,9 @@ class _Judge:
             return verdict("asleep", by_batch[0], remedy=by_batch[1])
         reason = min(reasons, key=lambda r: r.call)
         remedy = {"hook": _LET_PASS, "written": _TRUE_GRADIENT}.get(reason.kind, "")
-        return verdict(
-            "dead", self._broken_link(judged, reason), source=self.flow.seen.source(reason.call), remedy=remedy
-        )
+        place = reason.call if reason.made_at is None else reason.made_at
+        cause = self._broken_link(judged, reason)
+        return verdict("dead", cause, source=self.flow.seen.source(place), remedy=remedy)
 
     def _is_all_zero(self, name: str) -> bool:
         return holds(whole(self.parameters[name]), 0.0)

@@ -15,6 +15,7 @@ from lit_resinit.errors import IdentityError
 from lit_resinit.find.gates import holds
 from lit_resinit.graph import ops
 from lit_resinit.graph.eager import eager
+from lit_resinit.graph.faults import Faults
 from lit_resinit.graph.keep import keep_rng, keep_state, no_collection
 from lit_resinit.graph.ops import Does
 from lit_resinit.graph.record import Recorder
@@ -107,16 +108,25 @@ class IdentityProbe:
         values: Whether every operation is recorded and the size of every value measured, so that the first non-finite
             operation can be named; else only what the verdicts need is: additions, and what rescales a stream.
         readers: Who else measures at the additions.
+        faults: What becomes of an exception of ours; it passes on when None.
     """
 
     def __init__(
-        self, model: nn.Module, plan: ResidualPlan, inputs: Any = (), *, values: bool, readers: Sequence[Reader] = ()
+        self,
+        model: nn.Module,
+        plan: ResidualPlan,
+        inputs: Any = (),
+        *,
+        values: bool,
+        readers: Sequence[Reader] = (),
+        faults: Faults | None = None,
     ) -> None:
         self.plan, self.comparison, self.peaks = plan, Comparison(plan), Peaks()
         self.additions = AtAdditions(plan, (self.comparison, *readers))
         listeners = [self.additions, self.peaks] if values else [self.additions]
         only = None if values else self.additions.kinds | ops.named(Does.NORMALISES | Does.REDUCES)
-        self.recorder = Recorder(model, inputs, only=only, listeners=listeners, strange_is_data=values)
+        heard: dict[str, Any] = {"only": only, "listeners": listeners, "faults": faults}
+        self.recorder = Recorder(model, inputs, strange_is_data=values, **heard)
         named = model.named_parameters(remove_duplicate=False)
         self.parameters: dict[str, Tensor] = {clean_name(n): p for n, p in named}
 

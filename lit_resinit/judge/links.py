@@ -56,8 +56,10 @@ class Links:
             kind = "counter"
         elif not parameters and "<data>" in names:
             kind = "chance" if any(self.graph.nodes[v].noise for v in values) and kind == "factor" else "data"
-        buffers = [n for v in values if kind == "factor" and not parameters for n in self.explained.buffers_behind(v)]
-        return Reason(kind, call, parameters, frozenset(buffers))
+        if kind != "factor" or parameters:
+            return Reason(kind, call, parameters)
+        buffers = frozenset(n for v in values for n in self.explained.buffers_behind(v))
+        return Reason(kind, call, fixed_by=buffers, made_at=self.explained.place_of_zero(values[0]))
 
     def _fixed_conditions(self, call: int, operand: int) -> list[int]:
         """Conditions that keep everything of an operand out, and do not depend on data."""

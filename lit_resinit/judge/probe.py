@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lit_resinit.graph.faults import Faults
 from lit_resinit.graph.tensors import measuring, peak_of, to_host
 from lit_resinit.graph.where import clean_name
 from lit_resinit.judge.backward import Errors
@@ -22,8 +23,15 @@ from lit_resinit.plan.values import ResidualPlan
 class GradientProbe:
     """Context manager around one forward: additions compared, values measured, and the backward's errors hooked."""
 
-    def __init__(self, model: nn.Module, plan: ResidualPlan, inputs: Any = (), readers: Sequence[Reader] = ()) -> None:
-        self._forward = IdentityProbe(model, plan, inputs, values=True, readers=readers)
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: ResidualPlan,
+        inputs: Any = (),
+        readers: Sequence[Reader] = (),
+        faults: Faults | None = None,
+    ) -> None:
+        self._forward = IdentityProbe(model, plan, inputs, values=True, readers=readers, faults=faults)
         self._errors = Errors(model, self._forward.recorder)
         self._forward.recorder.listeners.insert(0, self._errors)
         self._model = model

@@ -30,13 +30,15 @@ class Reason:
     ``chance``: a random draw; ``counter``: a buffer that the forward itself writes; ``underflow``: the error is smaller
     than what half precision can hold; ``unreached``: the operation's output is not used by the loss; ``hook``: a hook
     on its output replaced the error; ``written``: a backward written in Python returns a zero that no error went into.
-    ``fixed_by`` are buffers of zeros because of which a factor is zero for good.
+    ``fixed_by`` are buffers of zeros because of which a factor is zero for good, and ``made_at`` is the operation that
+    makes such a factor zero.
     """
 
     kind: ReasonKind
     call: int
     parameters: frozenset[str] = frozenset()
     fixed_by: frozenset[str] = frozenset()
+    made_at: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,12 +10,13 @@ import dataclasses
 import enum
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lit_resinit.errors import GradientError, IdentityError, ResInitError, warn
+from lit_resinit.graph.faults import Faults, in_words
 from lit_resinit.graph.where import clean_name
 from lit_resinit.judge.compare import Reader
 from lit_resinit.judge.gradients import SLOW
@@ -30,6 +31,7 @@ from lit_resinit.words import together
 # Steps that a gradient scaler may skip before its overflow counts as ours: torch's own starts at 2^16 and halves, so
 # that twenty are enough for any network whose gradients are finite at all.
 SCALER_WAIT = 50
+Measured = TypeVar("Measured")
 AGAIN = 8  # steps observed after the first verdict at most: a branch that hardly ever runs is not to slow a training
 
 
@@ -157,6 +159,9 @@ class Trial:
         self._waited = 0  # steps that a scaler skipped
         self._again = 0  # steps observed after the first verdict
         self._steps = 0  # real ones since the verdict
+        self._alive: set[str] = set()
+        self._faults = Faults()
+        self._told = False  # of a fault
         self._graphs = _Graphs()
 
     @property
@@ -209,8 +214,9 @@ class Trial:
             loss: What the backward will start from.
             more: Whether more forwards come before the optimizer's step, which are observed with this one.
         """
-        if self._waking is not None and self._waking.waiting:
-            self._waking.before_backward(self.model, loss)
+        waking = self._waking
+        if waking is not None and waking.waiting:
+            self._safely(lambda: waking.before_backward(self.model, loss), None)
         if self._observation is None or self.phase is not Phase.FORWARD:
             return []
         self._observation.link(loss)
@@ -218,7 +224,7 @@ class Trial:
 
     def after_backward(self) -> list[Finding]:
         """Judge the first gradients, where they are final now: no scaler, and no other optimizer before this one."""
-        return self._judge(None)
+        return [*self._judge(None), *self._fault()]
 
     def before_step(self, optimizer: Any, skipped: bool | None = None, held: set[str] | None = None) -> list[Finding]:
         """Judge the gradients, if that is still due, and look at sleepers again.
@@ -235,7 +241,8 @@ class Trial:
         if skipped is not None and self._agree(skipped) and self._waited < SCALER_WAIT:
             self._wait()
             return findings
-        return [*findings, *self._judge(held), *self._look_again(optimizer, held), *self._not_moved(optimizer)]
+        findings += [*self._judge(held), *self._look_again(optimizer, held), *self._not_moved(optimizer)]
+        return [*findings, *self._fault()]
 
     # ---------------------------------------------------------------- between the steps, and at the end
 
@@ -298,11 +305,13 @@ class Trial:
         self.phase = Phase.BACKWARD
         if not self._proves:
             return []
-        self._proves, self.identity = False, self._observation.identity
-        found = self._agreed("" if self.identity.ok else str(self.identity))
+        self._proves, observation = False, self._observation
+        self.identity = self._safely(lambda: observation.identity, None)
+        open_ = self.identity is not None and not self.identity.ok
+        found = self._agreed(str(self.identity) if open_ else "")
         if found:
             return [Finding("identity", found, IdentityError(found, self.identity))]
-        return _changed_streams(self.identity)
+        return [] if self.identity is None else _changed_streams(self.identity)
 
     def _judge(self, held: set[str] | None) -> list[Finding]:
         """The first verdict; gates other than those ``held`` by this optimizer may have no gradient yet."""
@@ -312,10 +321,11 @@ class Trial:
         self.phase = Phase.JUDGED
         report = until_unfrozen(report, self.model) if self._unfreezes else report
         report = until_stepped(report, held) if held is not None else report
-        self._waking = Waking(report, self._patience)
+        self._waking = waking = Waking(report, self._patience)
         self._alive = {n for n, g in report.gates.items() if g.status == "alive"}
         if self._slept:  # a run that was resumed: this is one more look at those that slept before
-            report, self._slept = self._waking.resume(self.model, self._slept), {}
+            slept, self._slept = self._slept, {}
+            report = self._safely(lambda: waking.resume(self.model, slept), report)
         self.gradients = report
         return [*self._alarms(), *_sizes(report)]
 
@@ -324,7 +334,9 @@ class Trial:
         if self._observation is None or not self._observation.saw_backward:
             return None
         self._observation.finish()
-        report = self._observation.gradients
+        fault = self._observation.faults.first
+        self._faults.note(fault)
+        report = self._observation.gradients if fault is None else GradientReport({})
         self._retire()
         return report
 
@@ -337,17 +349,23 @@ class Trial:
             if not has_rate(optimizer):
                 self._sleep_on()
                 return []
-            ends = self._agree(self._waking.ends(self.model, held))
-            anew = self._observed() if ends else None
-            self.gradients = self._waking.step(self.model, held, anew, waits=ends and self._again < AGAIN)
+            waking, ends = self._waking, self._ends(held)
+            anew, waits = self._observed() if ends else None, ends and self._again < AGAIN
+            sleeping = GradientReport({}) if self.gradients is None else self.gradients
+            self.gradients = self._safely(lambda: waking.step(self.model, held, anew, waits=waits), sleeping)
             found = self._alarms()
-        waiting = self._agree(self._waking.waiting)
-        last = self._agree(self._waking.ends(self.model)) and self._again < AGAIN
+        waiting = self._agree(self._waking.waiting and self._faults.first is None)
+        last = self._ends(None) and self._again < AGAIN
         self._sleep_on()
         self.phase = (Phase.LAST if last else Phase.ASLEEP) if waiting else Phase.AWAKE
         if self.phase is Phase.LAST and held is not None:
             self._observe_after(optimizer)
         return found
+
+    def _ends(self, held: set[str] | None) -> bool:
+        """Whether one more step uses up the patience with some sleeper, on any rank."""
+        waking = self._waking
+        return self._agree(waking is not None and self._safely(lambda: waking.ends(self.model, held), False))
 
     def _sleep_on(self) -> None:
         """What was observed of this step is not needed."""
@@ -371,12 +389,27 @@ class Trial:
             return []
         ripe = self._steps == STEPS_TO_MOVE and bool(self._alive)
         self._steps += has_rate(optimizer)
-        return _advice(not_moved(optimizer, self.model, self._plan, self._alive)) if ripe else []
+        if not ripe:
+            return []
+        return _advice(self._safely(lambda: not_moved(optimizer, self.model, self._plan, self._alive), ""))
 
     def _alarms(self) -> list[Finding]:
         assert self.gradients is not None
         found = self._agreed("" if self.gradients.ok else str(self.gradients))
         return [Finding("gradient", found, GradientError(found, self.gradients))] if found else []
+
+    def _safely(self, measure: Callable[[], Measured], otherwise: Measured) -> Measured:
+        """What is measured, or something else where that fails; every rank goes on in step with the others."""
+        with self._faults:
+            return measure()
+        return otherwise
+
+    def _fault(self) -> list[Finding]:
+        """A fault of our own, once."""
+        if self._told or self._faults.first is None:
+            return []
+        self._told = True
+        return _advice(in_words(self._faults.first, "judging the first steps"))
 
     def _wait(self) -> None:
         """A step that a scaler skips says nothing; a verdict that is still due needs another batch."""
