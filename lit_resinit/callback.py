@@ -367,8 +367,9 @@ class ResidualInit(Callback):
         moved, records = self.history.movement(now[0], now[1]), len(self.history)
         judged, steps = self.gradient_report, trainer.global_step
         still = still_gates(trainer.optimizers, pl_module, plan, moved, judged, steps, records)
-        if still:
-            warn(still)
+        lost = self.history.lapses.at_end(steps, now[0], {b.name for b in plan.active if b.gates})
+        for text in filter(None, (still, lost)):
+            warn(text)
         if self._run_report is not None:
             self._run_report.draw(self.history)
 

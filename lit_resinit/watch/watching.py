@@ -90,6 +90,8 @@ class Watching:
             self.recorded = record(self._history, step, gates, self._moments)
         if not self.recorded:
             self.end()
+        elif news := self._history.lapses.news({b.name for b in self._plan.active if b.gates}):
+            warn(news)
         if self._faults.first is not None and not self._told:
             self._told = True
             warn(in_words(self._faults.first, "recording the branches"))
