@@ -211,6 +211,17 @@ def at_zero(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return _measured(_Spelled(func, repr(args), repr(kwargs), args, kwargs))
 
 
+def is_always_zero(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function that acts on each element alone is zero whatever it gets, as a clamp to nothing is."""
+    call = _Spelled(func, repr(args), repr(kwargs), args, kwargs)
+    with _disable_current_modes(), torch.no_grad():
+        x = torch.linspace(-1e3, 1e3, 64, dtype=torch.float64)
+        try:
+            return not call(x).any()
+        except Exception:  # it mixes elements, or wants other arguments
+            return False
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Spelled:
     """A call by how it is written, for its arguments need not be hashable."""

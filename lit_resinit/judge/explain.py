@@ -94,7 +94,7 @@ class Explained:
                 continue
             causes = self._causes(current)
             if not causes:
-                found.add("<data>" if current.data else "<constant>")
+                found.add("<data>" if current.data and not self._is_always_zero(current) else "<constant>")
             fresh = [i for i in causes if i not in seen]
             seen.update(fresh)
             stack += fresh
@@ -109,6 +109,13 @@ class Explained:
     def buffers_behind(self, node: int) -> list[str]:
         """The buffers because of which a value is zero, where no parameter, data, draw or counter is behind it."""
         return sorted(w.removeprefix(_BUFFER)[:-1] for w in self.explain(node) if w.startswith(_BUFFER))
+
+    def _is_always_zero(self, node: Node) -> bool:
+        """Whether an operation is zero whatever data it gets."""
+        call = self.graph.calls[node.call] if node.call >= 0 else None
+        if call is None or len(call.inputs) != 1 or ops.written_arguments(call.func):
+            return False
+        return ops.is_always_zero(call.func, call.args, call.kwargs)
 
     def _leaf_word(self, node: Node) -> str:
         if node.op == "parameter":

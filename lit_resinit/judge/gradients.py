@@ -31,7 +31,7 @@ _SMALLEST = float(torch.finfo(torch.float32).tiny)  # below it a gradient has lo
 _LET_PASS = "let that hook pass the gradient on as it is, or remove it"
 _TRUE_GRADIENT = "return the true gradient there"
 _LET_BATCHES = "let some batch reach it within `patience` steps, or raise `patience` where such batches are rare"
-_BY_BATCH_WORDS = {  # why it sleeps, and what to do if it does not wake
+_BY_BATCH_WORDS: dict[str, tuple[str, str]] = {  # why it sleeps, and what to do if it does not wake
     "underflow": (
         "the error is too small for half precision, which rounds it to zero: scale the loss (a GradScaler), "
         "or use bfloat16",
@@ -217,14 +217,15 @@ class _Judge:
                 return verdict("asleep", cause, waits_for=mover, by_chance=dropped, remedy=_move(mover))
         if dropped:
             return verdict("asleep", "a random draw dropped its branch", by_chance=True, remedy=_LET_BATCHES)
-        by_batch = next((_BY_BATCH_WORDS[r.kind] for r in reasons if r.kind in _BY_BATCH_WORDS), None)
-        if by_batch is not None:
-            return verdict("asleep", by_batch[0], remedy=by_batch[1])
+        by_batch = next((r.kind for r in reasons if r.kind in _BY_BATCH_WORDS), "")
+        if by_batch:
+            cause, remedy = _BY_BATCH_WORDS[by_batch]
+            first = min((r for r in reasons if r.kind == by_batch), key=lambda r: r.call)
+            return verdict("asleep", cause, remedy=remedy, source=self.flow.seen.source(first.place))
         reason = min(reasons, key=lambda r: r.call)
         remedy = {"hook": _LET_PASS, "written": _TRUE_GRADIENT}.get(reason.kind, "")
-        place = reason.call if reason.made_at is None else reason.made_at
         cause = self._broken_link(judged, reason)
-        return verdict("dead", cause, source=self.flow.seen.source(place), remedy=remedy)
+        return verdict("dead", cause, source=self.flow.seen.source(reason.place), remedy=remedy)
 
     def _is_all_zero(self, name: str) -> bool:
         return holds(whole(self.parameters[name]), 0.0)

@@ -51,12 +51,12 @@ class Links:
     def _reason(self, kind: ReasonKind, call: int, values: list[int]) -> Reason:
         """A reason by values that are what they are because of parameters, data, draws or counters."""
         names = frozenset[str]().union(*(self.explained.explain(v) for v in values))
-        parameters = frozenset(n for n in names if not n.startswith("<"))
+        parameters, factor = frozenset(n for n in names if not n.startswith("<")), kind == "factor"
         if not parameters and "<counter>" in names:
             kind = "counter"
         elif not parameters and "<data>" in names:
             kind = "chance" if any(self.graph.nodes[v].noise for v in values) and kind == "factor" else "data"
-        if kind != "factor" or parameters:
+        if not factor or parameters:
             return Reason(kind, call, parameters)
         buffers = frozenset(n for v in values for n in self.explained.buffers_behind(v))
         return Reason(kind, call, fixed_by=buffers, made_at=self.explained.place_of_zero(values[0]))

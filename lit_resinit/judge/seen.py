@@ -40,6 +40,11 @@ class Reason:
     fixed_by: frozenset[str] = frozenset()
     made_at: int | None = None
 
+    @property
+    def place(self) -> int:
+        """The operation to blame."""
+        return self.call if self.made_at is None else self.made_at
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hooked:

@@ -127,7 +127,7 @@ class Waking:
                 continue
             if not sizes.get(name) and name in parameters and self._moved(name, parameters[name]):
                 self.woke[name] = self.steps
-                gates[name] = dataclasses.replace(gates[name], status="alive", cause="", waits_for=None)
+                gates[name] = _woken(gates[name], gates[name].size)
                 del self.slept[name]
                 continue
             size = None if name in self._depends - self._fed and sizes.get(name) == 0.0 else sizes.get(name)
@@ -166,7 +166,7 @@ class Waking:
             return dataclasses.replace(gate, status="nonfinite", size=size, cause=cause, remedy=_OBSERVE_THAT)
         if size:
             self.woke[gate.parameter] = self.steps
-            return dataclasses.replace(gate, status="alive", cause="", waits_for=None, size=size)
+            return _woken(gate, size)
         slept = self.slept[gate.parameter]
         if size is None and self.unseen.get(gate.parameter) == UNSEEN:
             cause = f"no gradient came in {UNSEEN} optimizer steps: {gate.cause}"
@@ -180,6 +180,10 @@ class Waking:
         if anew.status == "asleep":
             return dataclasses.replace(anew, status=status, cause=f"{through}; at the last one {anew.cause}")
         return anew if anew.status == "alive" else dataclasses.replace(anew, cause=f"{through}: {anew.cause}")
+
+
+def _woken(gate: GateGradient, size: float) -> GateGradient:
+    return dataclasses.replace(gate, status="alive", cause="", waits_for=None, size=size, source="", remedy="")
 
 
 def _unless_harmless(verdict: GateGradient, gates: dict[str, GateGradient]) -> GateGradient:
