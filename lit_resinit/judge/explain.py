@@ -115,7 +115,7 @@ class Explained:
         call = self.graph.calls[node.call] if node.call >= 0 else None
         if call is None or len(call.inputs) != 1 or ops.written_arguments(call.func):
             return False
-        return ops.is_always_zero(call.func, call.args, call.kwargs)
+        return ops.is_always_zero(call.func, call.args, call.kwargs, self.graph.nodes[call.inputs[0]].shape)
 
     def _leaf_word(self, node: Node) -> str:
         if node.op == "parameter":
