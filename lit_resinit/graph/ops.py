@@ -233,6 +233,29 @@ def is_always_zero(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
             return False
 
 
+def has_no_slope(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function that acts on each element alone has slope zero everywhere, as rounding has.
+
+    Args:
+        func: The operation.
+        args: Its arguments, every tensor replaced by None.
+        kwargs: Its keyword arguments, without tensors.
+    """
+    return _is_flat(_Spelled(func, repr(args), repr(kwargs), args, kwargs))
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_flat(call: _Spelled) -> bool:
+    with _disable_current_modes(), torch.enable_grad():
+        near, far = torch.linspace(-3.0, 3.0, 61), torch.logspace(-6, 6, 25)
+        x = torch.cat([near, far, -far]).double().requires_grad_()
+        try:
+            y = call(x)
+            return y.shape == x.shape and y.requires_grad and not torch.autograd.grad(y.sum(), x)[0].any()
+        except Exception:  # it wants other arguments, or knows no gradient
+            return False
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Spelled:
     """A call by how it is written, for its arguments need not be hashable."""

@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import math
 import statistics
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from lit_resinit.judge.flow import Flow
 from lit_resinit.judge.seen import BY_BATCH, Reason
 from lit_resinit.judge.shut import shut_branches
 from lit_resinit.judge.sizes import frozen_branches, gradient_sizes, steps_in_backward
-from lit_resinit.judge.verdicts import GateGradient, GradientReport, Status, harmless
+from lit_resinit.judge.verdicts import GateGradient, GradientReport, Role, Status, harmless
 from lit_resinit.plan.values import ResidualPlan, check_plan
 from lit_resinit.words import together
 
@@ -53,7 +53,7 @@ _Verdict = Callable[..., "GateGradient"]
 class _Judged:
     name: str
     branch: str
-    role: Literal["gate", "bias", "zero layer"]
+    role: Role
     gate: str
 
 
@@ -99,6 +99,13 @@ def check_gradients(model: nn.Module, plan: ResidualPlan, flow: Flow | None = No
     return _Judge(model, plan, flow).report()
 
 
+def judge_layers(model: nn.Module, plan: ResidualPlan, flow: Flow, names: Collection[str]) -> list[GateGradient]:
+    """Verdicts on other parameters without a gradient, except where the terms of it cancel, as a rule of calculus."""
+    judge = _Judge(model, plan, flow)
+    apart = [n for n in names if all(r.kind != "cancel" for r in flow.reasons_of(n, flow.edges.get(n, [])))]
+    return [judge.verdict(_Judged(name, "", "layer", name)) for name in sorted(apart)]
+
+
 class _Judge:
     """All verdicts of one step: each asks the same step, and in the end they are compared with one another."""
 
@@ -114,7 +121,7 @@ class _Judge:
         self.moving = self._moving() if flow is not None else set()
 
     def report(self) -> GradientReport:
-        verdicts = {j.name: self._verdict(j) for j in self.judged}
+        verdicts = {j.name: self.verdict(j) for j in self.judged}
         self._mark_exploding(verdicts)
         self._mark_origin(verdicts)
         for judged in self.judged:
@@ -125,7 +132,8 @@ class _Judge:
             verdicts |= {v.parameter: v for v in shut_branches(self.plan, self.flow, self._frozen)}
         return GradientReport(verdicts)
 
-    def _verdict(self, judged: _Judged) -> GateGradient:
+    def verdict(self, judged: _Judged) -> GateGradient:
+        """The verdict on one parameter."""
         size = self.sizes.get(judged.name)
         parameter = self.parameters.get(judged.name)
 
@@ -154,7 +162,7 @@ class _Judge:
     def _without_gradient(self, judged: _Judged, parameter: nn.Parameter, verdict: _Verdict) -> GateGradient:
         if not parameter.requires_grad and self._is_open(judged.gate):
             return verdict("alive", "it is frozen, and open: its branch takes part as it is")
-        if judged.branch in self._frozen:
+        if judged.branch and judged.branch in self._frozen:
             return verdict("asleep", "its whole block is frozen, and waits to be unfrozen or copied into")
         if not parameter.requires_grad:
             opener = self._open_beside(judged)
@@ -166,12 +174,11 @@ class _Judge:
         reader = self.flow.reader(judged.name) if self.flow is not None else 0
         if reader is None:
             return verdict("asleep", "this batch did not run its branch")
-        source = self.flow.graph.calls[reader].source if self.flow is not None else ""
-        why = (
-            "it was read in the forward, but no gradient came back: its output is detached, unused by the loss, or "
-            "computed without gradients (activation checkpointing with use_reentrant=True on an input that needs none)"
-        )
-        return verdict("missing", why, source=source)
+        if self.flow is None:
+            return verdict("missing", "no gradient came back: use `observe` to see where it was cut off")
+        place, how = self.flow.links.cut(self.flow.leaves[judged.name])
+        why = f"it was read in the forward, but no gradient came back: {how}"
+        return verdict("missing", why, source=self.flow.graph.calls[reader if place is None else place].source)
 
     @functools.cached_property
     def _frozen(self) -> set[str]:
@@ -280,10 +287,11 @@ class _Judge:
         end = self.flow.seen.additions.get(judged.branch, -1)
         others = sorted(reason.parameters - {judged.name})
         frozen = [n for n in others if n in self.flow.seen.frozen]
-        point = "zero" if self.flow.links.explained.reads_zero(reason.call) else "its input"
+        flat = ops.has_no_slope(call.func, call.args, call.kwargs)
+        point = "everywhere" if flat else f"at {self._point(reason)}"
         why = {
             "factor": f"`{op}` multiplies by zero",
-            "slope": f"`{op}` has slope zero at {point}",
+            "slope": f"`{op}` has slope zero {point}",
             "cancel": f"the terms of `{op}` cancel, so the true gradient is zero and this one is rounding noise",
             "unreached": "the loss does not use it",
             "hook": f"a hook on the output of `{op}` replaces it",
@@ -300,11 +308,18 @@ class _Judge:
         elif others and not (reason.kind == "slope" and judged.name in reason.parameters):  # else they are summands
             zero = "zero too and " if all(map(self._is_all_zero, others)) else ""
             why += f", because of {together(others)}, {zero}without a gradient"
+        it = "it" if judged.role == "layer" else "the gate"
         if reason.call == reader and reason.kind == "factor":
-            return f"the input of the gate is zero: {why}"
+            return f"the input of {it} is zero: {why}"
         if end >= 0 and reason.call > end:
             return f"no error arrives at the block: {why}"
+        if judged.role == "layer":
+            return f"an operation behind it turns the error into zero: {why}"
         return f"an operation between the gate and the end of the branch turns the error into zero: {why}"
+
+    def _point(self, reason: Reason) -> str:
+        assert self.flow is not None
+        return "zero" if self.flow.links.explained.reads_zero(reason.call) else "its input"
 
     # ---------------------------------------------------------------- nonfinite and exploding
 

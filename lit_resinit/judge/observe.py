@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from lit_resinit.errors import warn
 from lit_resinit.graph.eager import eager
 from lit_resinit.graph.faults import Faults, in_words
+from lit_resinit.judge.behind import layers_inside
 from lit_resinit.judge.compare import Reader
-from lit_resinit.judge.gradients import check_gradients
+from lit_resinit.judge.gradients import check_gradients, judge_layers
 from lit_resinit.judge.identity import IdentityReport
 from lit_resinit.judge.probe import GradientProbe
-from lit_resinit.judge.verdicts import GradientReport
+from lit_resinit.judge.verdicts import GateGradient, GradientReport
 from lit_resinit.plan.values import ResidualPlan, check_plan
 
 _WHAT = "judging the observed step"
@@ -35,6 +36,8 @@ class Observation:
         self._exit = contextlib.ExitStack()
         self._identity: IdentityReport | None = None
         self._gradients: GradientReport | None = None
+        self.inside: dict[str, str] = {}  # see `layers_inside`
+        self.layers: list[GateGradient] = []  # the verdicts on those that were asked for
         self.faults = Faults()
         self.graph: list[Any] = []  # see `Errors.release`
 
@@ -76,8 +79,8 @@ class Observation:
             self._probe.close_windows()
         self._exit.close()
 
-    def finish(self) -> None:
-        """Judge what was seen, and let go of everything that was held for it."""
+    def finish(self, layers: Collection[str] = ()) -> None:
+        """Judge what was seen, and these layers besides, and let go of everything that was held for it."""
         self.stop()
         if self._probe is not None and self.faults.first is None:
             with self.faults:
@@ -86,6 +89,8 @@ class Observation:
                 report = check_gradients(self._model, self._plan, flow)
                 reached = any(isinstance(target, str) for target in flow.edges)  # a parameter of this model
                 self._gradients = report if reached else _without_backward(report)
+                self.inside = layers_inside(self._plan, flow)
+                self.layers = judge_layers(self._model, self._plan, flow, layers) if reached and layers else []
         self.close()
 
     def link(self, loss: Tensor) -> None:

@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from lit_resinit.errors import GradientError, IdentityError, ResInitError, warn
 from lit_resinit.graph.faults import Faults, in_words
 from lit_resinit.graph.where import clean_name
+from lit_resinit.judge.behind import in_words as layers_in_words
+from lit_resinit.judge.behind import silent_layers
 from lit_resinit.judge.compare import Reader
 from lit_resinit.judge.gradients import SLOW
 from lit_resinit.judge.identity import IdentityReport
 from lit_resinit.judge.observe import Observation
 from lit_resinit.judge.optimizers import STEPS_TO_MOVE, has_rate, not_moved
-from lit_resinit.judge.verdicts import GradientReport
+from lit_resinit.judge.verdicts import GateGradient, GradientReport
 from lit_resinit.judge.waking import Waking, until_stepped, until_unfrozen
 from lit_resinit.plan.values import ResidualPlan
 from lit_resinit.words import together
@@ -43,7 +45,7 @@ class Phase(enum.Enum):
     BACKWARD = "a forward was observed, its gradients are not judged yet"
     JUDGED = "the gradients were judged, and the optimizer step of that verdict comes next"
     ASLEEP = "some gate sleeps, on this rank or another: every real step is one more look"
-    LAST = "patience ends with the next real step, which is observed like the first"
+    LAST = "the next real step is observed like the first: patience ends with it, or a layer has no gradient"
     AWAKE = "nothing is waited for"
 
 
@@ -160,6 +162,10 @@ class Trial:
         self._again = 0  # steps observed after the first verdict
         self._steps = 0  # real ones since the verdict
         self._alive: set[str] = set()
+        self._said: set[str] = set()  # parameters of alarms
+        self._inside: dict[str, str] = {}  # layers of blocks, see `layers_inside`
+        self._layers: list[GateGradient] = []  # verdicts on these
+        self._silent: set[str] = set()  # those without a gradient although their gates are open
         self._faults = Faults()
         self._told = False  # of a fault
         self._graphs = _Graphs()
@@ -241,7 +247,7 @@ class Trial:
         if skipped is not None and self._agree(skipped) and self._waited < SCALER_WAIT:
             self._wait()
             return findings
-        findings += [*self._judge(held), *self._look_again(optimizer, held), *self._not_moved(optimizer)]
+        findings += [*self._judge(held), *self._look_again(optimizer, held), *self._not_moved(optimizer, held)]
         return [*findings, *self._fault()]
 
     # ---------------------------------------------------------------- between the steps, and at the end
@@ -333,7 +339,8 @@ class Trial:
         """The verdicts on the step under observation, where its backward ran."""
         if self._observation is None or not self._observation.saw_backward:
             return None
-        self._observation.finish()
+        self._observation.finish(self._silent)
+        self._inside, self._layers = self._inside or self._observation.inside, self._observation.layers
         fault = self._observation.faults.first
         self._faults.note(fault)
         report = self._observation.gradients if fault is None else GradientReport({})
@@ -350,10 +357,11 @@ class Trial:
                 self._sleep_on()
                 return []
             waking, ends = self._waking, self._ends(held)
-            anew, waits = self._observed() if ends else None, ends and self._again < AGAIN
+            anew = self._observed() if ends or self._silent else None
+            waits = ends and self._again < AGAIN
             sleeping = GradientReport({}) if self.gradients is None else self.gradients
             self.gradients = self._safely(lambda: waking.step(self.model, held, anew, waits=waits), sleeping)
-            found = self._alarms()
+            found = [*self._alarms(), *self._named_layers(anew)]
         waiting = self._agree(self._waking.waiting and self._faults.first is None)
         last = self._ends(None) and self._again < AGAIN
         self._sleep_on()
@@ -383,20 +391,40 @@ class Trial:
 
         handle = optimizer.register_step_post_hook(begin)
 
-    def _not_moved(self, optimizer: Any) -> list[Finding]:
-        """Some steps after the verdict, what has a gradient should have moved."""
+    def _not_moved(self, optimizer: Any, held: set[str] | None) -> list[Finding]:
+        """Some steps after the verdict, what has a gradient should have moved, and what it opens should have one."""
         if self._waking is None or self._steps > STEPS_TO_MOVE:
             return []
         ripe = self._steps == STEPS_TO_MOVE and bool(self._alive)
         self._steps += has_rate(optimizer)
         if not ripe:
             return []
+        self._find_silent(held)
         return _advice(self._safely(lambda: not_moved(optimizer, self.model, self._plan, self._alive), ""))
 
     def _alarms(self) -> list[Finding]:
         assert self.gradients is not None
-        found = self._agreed("" if self.gradients.ok else str(self.gradients))
+        fresh = {g.parameter for g in self.gradients.alarms} - self._said
+        self._said |= fresh
+        found = self._agreed(str(self.gradients) if fresh else "")
         return [Finding("gradient", found, GradientError(found, self.gradients))] if found else []
+
+    def _find_silent(self, held: set[str] | None) -> None:
+        """Layers without a gradient although their gates are open: the next step is observed, and says why."""
+        gradients, inside = self.gradients, self._inside
+        if held is not None or gradients is None:  # of several optimizers each moves a part
+            return
+        parameters = {clean_name(n): p for n, p in self.model.named_parameters(remove_duplicate=False)}
+        nothing: set[str] = set()
+        found = self._safely(lambda: silent_layers(parameters, self._plan, inside, gradients), nothing)
+        if self._agree(bool(found)):
+            self._silent, self.phase = found or set(inside), Phase.LAST
+
+    def _named_layers(self, anew: GradientReport | None) -> list[Finding]:
+        if anew is None or not self._silent:
+            return []
+        self._silent = set()
+        return _advice(layers_in_words(self._layers))
 
     def _safely(self, measure: Callable[[], Measured], otherwise: Measured) -> Measured:
         """What is measured, or something else where that fails; every rank goes on in step with the others."""

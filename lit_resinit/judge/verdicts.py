@@ -10,6 +10,7 @@ from lit_resinit.errors import GradientError
 from lit_resinit.words import in_columns, together, without_numbers
 
 Status = Literal["alive", "asleep", "dead", "missing", "nonfinite", "exploding"]
+Role = Literal["gate", "bias", "zero layer", "branch", "layer"]
 ALARMS: tuple[Status, ...] = ("nonfinite", "dead", "missing")
 
 
@@ -26,7 +27,8 @@ class GateGradient:
         slope: Size of the error at the gate's output over that at the branch's end; NaN when unknown.
         size: Largest absolute gradient.
         branch: Name of its branch; empty for a zero layer.
-        role: ``gate``, ``bias``, ``zero layer`` or ``branch``: one that nothing can open.
+        role: ``gate``, ``bias``, ``zero layer`` ``branch`` (one that nothing can open) or ``layer`` (another
+            parameter of a block).
         attenuated_by: The operation that makes a small slope, with its line.
         remedy: What to do next, where that is something else than usual for the status.
         by_chance: Whether a random draw made the gradient zero (a dropped branch), as it may again.
@@ -41,7 +43,7 @@ class GateGradient:
     slope: float = math.nan
     size: float = math.nan
     branch: str = ""
-    role: Literal["gate", "bias", "zero layer", "branch"] = "gate"
+    role: Role = "gate"
     attenuated_by: str = ""
     remedy: str = ""
     by_chance: bool = False
