@@ -78,7 +78,8 @@ class Errors(Listener):
 
     def after(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """The outputs have their autograd function only later."""
-        self.applied[len(self.recorder.graph.calls) - 1] = _applied_at()
+        if not call.graded:
+            self.applied[len(self.recorder.graph.calls) - 1] = _applied_at()
         self._fresh = _tensors(out)
 
     def run_again(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, call: Call) -> None:
