@@ -18,10 +18,10 @@ from lit_resinit.graph.tensors import is_sharded, whole
 from lit_resinit.graph.where import clean_name
 from lit_resinit.judge.flow import Flow
 from lit_resinit.judge.seen import BY_BATCH, Reason
-from lit_resinit.judge.shut import shut_branches
+from lit_resinit.judge.shut import hidden_gates, shut_branches
 from lit_resinit.judge.sizes import frozen_branches, gradient_sizes, steps_in_backward
 from lit_resinit.judge.verdicts import GateGradient, GradientReport, Role, Status, harmless
-from lit_resinit.plan.values import ResidualPlan, check_plan
+from lit_resinit.plan.values import CONSTANT_SCHEMES, ResidualPlan, check_plan
 from lit_resinit.words import together
 
 EXPLODING = 1e6  # times the median over gates
@@ -29,6 +29,10 @@ STEEP = 1e5  # slope above which the first step of any usual size throws the gat
 SLOW = 1e-3  # slope below which a start is slow
 _SMALLEST = float(torch.finfo(torch.float32).tiny)  # below it a gradient has lost its digits and says nothing of size
 _LET_PASS = "let that hook pass the gradient on as it is, or remove it"
+_DIVIDE = (
+    "divide by something that is never zero, `v / torch.where(norm > 0, norm, 1.0)`, with no other `where` around it "
+    "(a constant in place of the quotient has no slope); or "
+)
 _TRUE_GRADIENT = "return the true gradient there"
 _LET_BATCHES = "let some batch reach it within `patience` steps, or raise `patience` where such batches are rare"
 _BY_BATCH_WORDS: dict[str, tuple[str, str]] = {  # why it sleeps, and what to do if it does not wake
@@ -118,6 +122,10 @@ class _Judge:
         self.sizes = gradient_sizes(self.parameters)
         if flow is not None:
             self.sizes |= {n: h.kept for n, h in flow.seen.hooked.items() if h.used}
+        if flow is not None and plan.scheme not in CONSTANT_SCHEMES:
+            known = {j.name for j in self.judged}
+            hidden = [_Judged(n, b, "gate", n) for b, n in hidden_gates(plan, flow) if n not in known]
+            self.judged += list({j.name: j for j in hidden}.values())
         self.moving = self._moving() if flow is not None else set()
 
     def report(self) -> GradientReport:
@@ -230,8 +238,7 @@ class _Judge:
             first = min((r for r in reasons if r.kind == by_batch), key=lambda r: r.call)
             return verdict("asleep", cause, remedy=remedy, source=self.flow.seen.source(first.place))
         reason = min(reasons, key=lambda r: r.call)
-        remedy = {"hook": _LET_PASS, "written": _TRUE_GRADIENT}.get(reason.kind, "")
-        cause = self._broken_link(judged, reason)
+        cause, remedy = self._broken_link(judged, reason), self._cure(judged, reason)
         return verdict("dead", cause, source=self.flow.seen.source(reason.place), remedy=remedy)
 
     def _is_all_zero(self, name: str) -> bool:
@@ -317,6 +324,35 @@ class _Judge:
             return f"an operation behind it turns the error into zero: {why}"
         return f"an operation between the gate and the end of the branch turns the error into zero: {why}"
 
+    def _cure(self, judged: _Judged, reason: Reason) -> str:
+        """What to do about a broken link, followed to the letter."""
+        assert self.flow is not None
+        others = sorted(reason.parameters - {judged.name})
+        frozen = [n for n in others if n in self.flow.seen.frozen]
+        end = self.flow.seen.additions.get(judged.branch, -1)
+        if reason.kind in ("hook", "written"):
+            return _LET_PASS if reason.kind == "hook" else _TRUE_GRADIENT
+        if frozen:
+            return f"unfreeze {together(frozen)}, or give it other values than zero"
+        if reason.fixed_by:
+            return f"give {together(sorted(reason.fixed_by))} other values than zero, or make it a parameter"
+        if reason.kind == "factor" and others and judged.gate not in reason.parameters:
+            return f"initialise {together(others)} as any other layer, not at zero: one zero in a row is enough"
+        if reason.kind == "unreached":
+            return "let what the block returns take part in the loss, or exclude its branch"
+        if end >= 0 and reason.call > end:
+            return "let that operation pass an error on, for it is behind the block and stops what all of it learns"
+        return self._close_behind(judged.gate)
+
+    def _close_behind(self, gate: str) -> str:
+        """The edit that closes a branch behind the operation that stops the error of its gate."""
+        if any(g.parameter == gate and g.kind in ("scale", "inserted") for g in self.plan.gates):
+            return f"multiply by {gate} behind that operation, as the last factor of what is added to the stream"
+        return (
+            f"start {gate} as any other layer, not at zero, and close the branch behind that operation: "
+            "`self.gate = lit_resinit.ScalarGate()` in `__init__`, `x + self.gate(branch)` in `forward`"
+        )
+
     def _point(self, reason: Reason) -> str:
         assert self.flow is not None
         return "zero" if self.flow.links.explained.reads_zero(reason.call) else "its input"
@@ -347,6 +383,8 @@ class _Judge:
                 f"{op} turns a finite error into NaN or inf: guard the argument of the operation, not its result "
                 "(its unselected branch still runs backward), or keep away from the point where it has no slope"
             )
+            divides = ops.base_name(self.flow.graph.calls[place].func) in ("div", "div_", "true_divide", "reciprocal")
+            remedy = remedy or (_DIVIDE if divides else "") + self._close_behind(judged.gate)
         return verdict("nonfinite", cause, source=self.flow.seen.source(place), remedy=remedy)
 
     def _mark_origin(self, verdicts: dict[str, GateGradient]) -> None:

@@ -36,7 +36,8 @@ class Links:
         record = self.graph.calls[call]
         operands = [i for i in record.inputs if self._is_shown(i, target, inside=call in self.seen.python)]
         reasons = [self._local_reason(call, target, operand) for operand in operands]
-        if (call, target) in self.seen.written and self.arriving.get(call) and all(r.kind in BY_BATCH for r in reasons):
+        guessed = all(r.kind in (*BY_BATCH, "slope") for r in reasons)
+        if (call, target) in self.seen.written and self.arriving.get(call) and guessed:
             return [Reason("written", call)]
         return reasons or [Reason("data", call)]
 

@@ -20,6 +20,17 @@ def shut_branches(plan: ResidualPlan, flow: Flow, resting: set[str]) -> list[Gat
     return [verdict for branch in found if (verdict := _verdict(branch, flow)) is not None]
 
 
+def hidden_gates(plan: ResidualPlan, flow: Flow) -> list[tuple[str, str]]:
+    """Branches without a gate that were zero in this step because of zero parameters alone, and these parameters."""
+    found: list[tuple[str, str]] = []
+    for branch in (b for b in plan.active if not b.gates):
+        end, explained = _end(branch, flow), flow.links.explained
+        words = explained.explain(end.index) if end is not None and explained.value(end.index) == 0.0 else ()
+        if all(word in flow.leaves and explained.value(flow.leaves[word]) == 0.0 for word in words):
+            found += [(branch.name, word) for word in sorted(words)]
+    return found
+
+
 def _verdict(branch: Branch, flow: Flow) -> GateGradient | None:
     end, explained = _end(branch, flow), flow.links.explained
     if end is None or explained.value(end.index) != 0.0 or not explained.is_fixed(end.index):

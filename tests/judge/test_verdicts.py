@@ -189,6 +189,19 @@ def test_a_branch_without_a_gate_is_dead_behind_a_frozen_norm_of_zeros() -> None
     assert all(".second.weight is a buffer of zeros" in a.cause for a in alarms)
 
 
+@pytest.mark.parametrize(("function", "status"), [(torch.abs, "dead"), (lambda v: v, "alive")])
+def test_a_zero_that_only_the_values_show_is_judged_too(function: Callable[[Tensor], Tensor], status: str) -> None:
+    """The smaller one of zero and a size is zero, which no rule on zeros knows."""
+
+    class Bounded(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.minimum(function(self.scale * self.f(x)), x.abs())
+
+    torch.manual_seed(0)
+    report = judged(nn.Sequential(Bounded(value=0.0), Scaled(value=0.0), nn.Linear(WIDTH, 2)))
+    assert {n: g.status for n, g in report.gates.items()} == {"0.scale": status, "1.scale": "alive"}
+
+
 def test_terms_that_cancel_in_one_batch_are_asleep() -> None:
     """Two towers with shared weights, on equal inputs."""
 
