@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lit_resinit.plan.values import ResidualPlan
 from lit_resinit.watch.history import History
-from lit_resinit.watch.lapses import Lapse
+from lit_resinit.watch.lapses import Lapse, gated
 
 
 def history_table(
@@ -38,7 +38,7 @@ def history_table(
     if gate_max is None:
         gate_max = history.newest("gate_max") if len(history) else torch.full((len(plan),), math.nan)
     order = {name: str(i + 1) for i, name in enumerate(history.order())}
-    on, lapses = history.switched_on(), history.lapses.found({b.name for b in plan.active if b.gates})
+    on, lapses = history.switched_on(), history.lapses.found(gated(plan))
     newest = f" by step {int(history.steps[-1])}" if len(history) else ""
     table = Table(
         title=f"{len(order)} of {len(plan)} residual branches switched on{newest}{_lapsed(lapses)}",

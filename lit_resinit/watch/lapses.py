@@ -9,10 +9,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lit_resinit.plan.values import ResidualPlan
 from lit_resinit.words import together
 
-_CHANCE = 1e-2  # that any branch of a healthy run is called silent in any record
+_CHANCE = 1e-3  # that any branch of a healthy run is called silent in any record
 _LEAST = 3  # records in a row
+_OTHERS = 10.0  # records of its own that those of all other branches count as, at most
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,6 +36,12 @@ class Lapse:
     def __str__(self) -> str:
         what = "NaN or inf" if self.kind == "nonfinite" else "no gradient"
         return f"{what} since step {self.since}"
+
+
+def gated(plan: ResidualPlan) -> set[str]:
+    """Names of the branches whose gates are in the model; a constant factor is none."""
+    judged = {g.parameter for g in plan.gates}
+    return {b.name for b in plan.active if b.gates and all(g.parameter in judged for g in b.gates)}
 
 
 class Lapses:
@@ -72,22 +80,36 @@ class Lapses:
             gated: Names of the branches that have a gate, which then should be finite from the first record on; None
                 where that is not known.
         """
-        known = self._finite if gated is None else torch.tensor([b in gated for b in self._branches])
+        known = self._finite | torch.tensor(
+            [gated is not None and b in gated for b in self._branches], dtype=torch.bool
+        )
         lapses = {}
         for i in ((self._bad > 0) & known).nonzero().flatten().tolist():
             name = self._branches[i]
             lapses[name] = Lapse(name, "nonfinite", int(self._bad_since[i]), int(self._bad[i]))
-        for i in ((self._run >= self._too_many()) & (self._alive > 0)).nonzero().flatten().tolist():
+        silent = (self._run >= _LEAST) & (self._alive > 0) & (self._log_chance() < self._log_limit())
+        for i in silent.nonzero().flatten().tolist():
             name = self._branches[i]
             lapses.setdefault(name, Lapse(name, "silent", int(self._run_since[i]), int(self._run[i])))
         return lapses
 
-    def _too_many(self) -> Tensor:
-        """How many zeros in a row hardly any gate has that was zero as often as this one."""
-        share = (self._zeros + 0.5) / (self._zeros + self._alive + 1.0)
-        chance = _CHANCE / (max(1, len(self._branches)) * self._records.clamp(min=1.0))
-        many: Tensor = (chance.log() / share.log()).ceil().clamp(min=float(_LEAST))
-        return many
+    def _log_chance(self) -> Tensor:
+        """How likely as many zeros in a row are for a gate that was zero as often as this one, and the others, before.
+
+        The share of zeros is not known but estimated: few records, and few other branches, say little of it.
+        """
+        zeros, alive = self._zeros.double(), self._alive.double()
+        others = (zeros.sum() - zeros, alive.sum() - alive)
+        weight = (others[0] + others[1]).clamp(max=_OTHERS)
+        share = others[0] / (others[0] + others[1]).clamp(min=1.0)
+        up, down = zeros + 0.5 + weight * share, alive + 2.0 + weight * (1.0 - share)
+        run = self._run.double()
+        log_chance: Tensor = (up + run).lgamma() - up.lgamma() - (up + down + run).lgamma() + (up + down).lgamma()
+        return log_chance
+
+    def _log_limit(self) -> Tensor:
+        looks = max(1, len(self._branches)) * self._records.clamp(min=1.0)
+        return (_CHANCE / looks).log()
 
     def news(self, gated: Collection[str] | None = None) -> str:
         """What was not said before, in words; "" for nothing."""

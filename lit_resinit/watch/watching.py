@@ -18,6 +18,7 @@ from lit_resinit.graph.tensors import measuring
 from lit_resinit.plan.values import ResidualPlan
 from lit_resinit.watch.gates import gate_statistics
 from lit_resinit.watch.history import History
+from lit_resinit.watch.lapses import gated
 from lit_resinit.watch.measure import Measured, Watcher
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class Watching:
             self.recorded = record(self._history, step, gates, self._moments)
         if not self.recorded:
             self.end()
-        elif news := self._history.lapses.news({b.name for b in self._plan.active if b.gates}):
+        elif news := self._history.lapses.news(gated(self._plan)):
             warn(news)
         if self._faults.first is not None and not self._told:
             self._told = True

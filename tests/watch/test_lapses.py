@@ -13,6 +13,7 @@ from torch.nn.functional import mse_loss
 from lit_resinit import History, ResidualInit, ResInitWarning, make_plan
 from lit_resinit.report.page import about_run, page, page_data
 from lit_resinit.report.tables import history_table
+from lit_resinit.watch.lapses import Lapses, gated
 from lit_resinit.watch.watching import watch
 
 NAN = float("nan")
@@ -66,14 +67,21 @@ def test_a_branch_that_did_not_run_has_not_lapsed() -> None:
 
 def test_a_layer_dropped_at_random_is_hardly_ever_called_silent() -> None:
     draws = torch.Generator().manual_seed(0)
-    for chance in (0.1, 0.3, 0.5):
-        grads = (torch.rand(2000, 2, generator=draws) > chance).float()
-        history = History(["a", "b"])
-        found = set()
-        for step, grad in enumerate(torch.cat([torch.ones(3, 2), grads])):
-            history.append(step, torch.stack([torch.ones(2)] * 2 + [grad, grad]), torch.ones(2), torch.ones(2))
-            found |= set(history.lapses.found())
-        assert not found, chance
+    for chance in (0.1, 0.3, 0.5, 0.8):
+        for branches in (1, 2, 12):
+            grads = (torch.rand(600, branches, generator=draws) > chance).float()
+            lapses, found = Lapses([str(i) for i in range(branches)]), set()
+            one = torch.ones(branches)
+            for step, grad in enumerate(grads):
+                lapses.see(step, one, grad, one)
+                found |= set(lapses.found())
+            assert not found, (chance, branches)
+
+
+def test_a_scheme_of_constants_has_no_gates_to_be_finite() -> None:
+    net = nn.Sequential(Scaled(), Scaled(), nn.Linear(WIDTH, 2))
+    assert gated(make_plan(net, X, scheme="sqrt_depth")) == set()
+    assert gated(make_plan(net, X, scheme="zero")) == {"0", "1"}
 
 
 def test_a_gate_that_is_not_finite_is_said_also_where_it_never_was() -> None:
