@@ -20,7 +20,7 @@ from torch import Tensor
 from lit_resinit.errors import ResInitError
 from lit_resinit.judge.identity import IdentityReport
 from lit_resinit.judge.verdicts import ALARMS, GradientReport
-from lit_resinit.plan.values import ResidualPlan
+from lit_resinit.plan.values import CONSTANT_SCHEMES, ResidualPlan
 from lit_resinit.report.files import replace_file
 from lit_resinit.watch.history import History
 from lit_resinit.watch.lapses import Lapse, in_words
@@ -310,7 +310,8 @@ def page_data(history: History, about: dict[str, Any], state: str = "") -> dict[
 
 
 def _lapses(history: History, about: dict[str, Any]) -> dict[str, Lapse]:
-    return history.lapses.found({name for name, branch in about["branches"].items() if branch["gate"]})
+    apart = ("excluded", *CONSTANT_SCHEMES)
+    return history.lapses.found({n for n, b in about["branches"].items() if b["gate"] and b["action"] not in apart})
 
 
 def _later(lapses: dict[str, Lapse], total: int) -> list[tuple[str, str]]:

@@ -80,9 +80,8 @@ class Lapses:
             gated: Names of the branches that have a gate, which then should be finite from the first record on; None
                 where that is not known.
         """
-        known = self._finite | torch.tensor(
-            [gated is not None and b in gated for b in self._branches], dtype=torch.bool
-        )
+        expected = torch.tensor([b in (gated or ()) for b in self._branches], dtype=torch.bool)
+        known = self._finite | expected
         lapses = {}
         for i in ((self._bad > 0) & known).nonzero().flatten().tolist():
             name = self._branches[i]
@@ -104,12 +103,12 @@ class Lapses:
         share = others[0] / (others[0] + others[1]).clamp(min=1.0)
         up, down = zeros + 0.5 + weight * share, alive + 2.0 + weight * (1.0 - share)
         run = self._run.double()
-        log_chance: Tensor = (up + run).lgamma() - up.lgamma() - (up + down + run).lgamma() + (up + down).lgamma()
-        return log_chance
+        return (up + run).lgamma() - up.lgamma() - (up + down + run).lgamma() + (up + down).lgamma()
 
     def _log_limit(self) -> Tensor:
         looks = max(1, len(self._branches)) * self._records.clamp(min=1.0)
-        return (_CHANCE / looks).log()
+        limit: Tensor = (_CHANCE / looks).log()
+        return limit
 
     def news(self, gated: Collection[str] | None = None) -> str:
         """What was not said before, in words; "" for nothing."""
