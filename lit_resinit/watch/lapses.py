@@ -103,7 +103,8 @@ class Lapses:
         share = others[0] / (others[0] + others[1]).clamp(min=1.0)
         up, down = zeros + 0.5 + weight * share, alive + 2.0 + weight * (1.0 - share)
         run = self._run.double()
-        return (up + run).lgamma() - up.lgamma() - (up + down + run).lgamma() + (up + down).lgamma()
+        chance: Tensor = (up + run).lgamma() - up.lgamma() - (up + down + run).lgamma() + (up + down).lgamma()
+        return chance
 
     def _log_limit(self) -> Tensor:
         looks = max(1, len(self._branches)) * self._records.clamp(min=1.0)
