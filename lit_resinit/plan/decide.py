@@ -131,7 +131,10 @@ def _decide(choice: Choice, scheme: Scheme, addition: Addition) -> Decision:
 
 
 def _auto(choice: Choice, addition: Addition, tail: Tail) -> Decision:
-    """Zero a trailing norm or scale of each summand, else insert a scalar, else zero the last layer."""
+    """Zero a trailing norm or scale of each summand, else insert a scalar that folds away, else zero the last layer.
+
+    A scalar that does not fold away is the last resort: the state dict keeps a key of its own for it.
+    """
     whole = inserted_into(choice, tail) if _is_in_series(choice.survey, tail) else ()
     if whole:
         return Decision("insert", whole, tail)
@@ -157,7 +160,8 @@ def _for_summand(choice: Choice, summand: Tail) -> tuple[Action, tuple[Gate, ...
     if trailing:
         return "zero", trailing
     inserted = inserted_into(choice, summand)
-    return ("insert", inserted) if inserted else ("last_layer", summand.gates)
+    folds = all(g.folds_into for g in inserted)
+    return ("insert", inserted) if inserted and (folds or not summand.gates) else ("last_layer", summand.gates)
 
 
 def _zero(choice: Choice, addition: Addition, tail: Tail) -> Decision:
@@ -239,14 +243,16 @@ def _inserted(choice: Choice, tail: Tail) -> tuple[Gate, ...]:
 
 
 def inserted_into(choice: Choice, tail: Tail) -> tuple[Gate, ...]:
-    """A scalar on the output of the module nearest the branch's end, one with parameters if there is any."""
+    """A scalar on the output of the module nearest the branch's end, which folds into weights if there is any."""
     places = list(_places(choice, tail))
     if not places:
         return ()
+    folding = {place: folds for place in places if (folds := _folds_into(choice.survey, tail, place))}
     modules = choice.survey.modules
-    place = next((p for p in places if next(iter(modules[p.module].parameters()), None) is not None), places[0])
+    wanted = [*folding] or places
+    place = next((p for p in wanted if next(iter(modules[p.module].parameters()), None) is not None), wanted[0])
     name = f"{place.module}.{inserted_name(place.position)}"
-    folds = _folds_into(choice.survey, tail, place)
+    folds = folding.get(place, ())
     return (Gate("inserted", name, module=place.module, leaf=place.position, folds_into=folds),)
 
 
@@ -278,8 +284,8 @@ def _can_carry(choice: Choice, place: _Place, tail: Tail) -> bool:
 
 def _folds_into(survey: Survey, tail: Tail, place: _Place) -> tuple[str, ...]:
     """The parameters before the place in which its value is linear, where the module is all that reads them."""
-    nonlinear = tail.nonlinear_at is not None and tail.nonlinear_at < place.node
-    if nonlinear or len(tail.gates) != 1:
+    nonlinear = any(node <= place.node for node in tail.nonlinear)
+    if nonlinear or len(tail.gates) != 1 or tail.gates[0].value != 0.0:  # `1 + w` is no multiple of `w`
         return ()
     folds, calls = tail.gates[0].folds_into, len(survey.called[place.module])
     nodes = (survey.parameters[name] for name in folds if name in survey.parameters)
