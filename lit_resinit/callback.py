@@ -19,19 +19,29 @@ from lit_resinit.judge.optimizers import check_optimizers, held_names, holds_gat
 from lit_resinit.judge.trial import Finding, Phase, Trial
 from lit_resinit.judge.verdicts import GradientReport
 from lit_resinit.plan.apply import apply_
+from lit_resinit.plan.fold import fold_
 from lit_resinit.plan.hooks import inserted_gates
-from lit_resinit.plan.mark import Applied, LoadHook, applied_plan, mark_applied, was_closed
+from lit_resinit.plan.mark import Applied, LoadHook, applied_plan, mark_applied, mark_of, was_closed
 from lit_resinit.plan.values import ResidualPlan, Scheme
 from lit_resinit.report.page import about_run, later
 from lit_resinit.report.tables import history_table
 from lit_resinit.trainer.batches import give_back_loader
+from lit_resinit.trainer.checkpoints import keep_plain, learn_folds
 from lit_resinit.trainer.copies import fitting_plan
 from lit_resinit.trainer.inputs import few_batches, training_loss
 from lit_resinit.trainer.loggers import send_figure, send_record, show_progress
 from lit_resinit.trainer.options import Policy, check_options
 from lit_resinit.trainer.plans import plan_run
 from lit_resinit.trainer.reports import RunReport
-from lit_resinit.trainer.setups import may_come_later, refuse_copies, refuse_sharded, refuse_strategy
+from lit_resinit.trainer.saved import read_state
+from lit_resinit.trainer.setups import (
+    in_workers,
+    may_come_later,
+    refuse_copies,
+    refuse_sharded,
+    refuse_strategy,
+    refuse_workers,
+)
 from lit_resinit.trainer.steps import accumulates, agreement, is_due, will_skip, will_unfreeze
 from lit_resinit.watch.gates import gate_statistics
 from lit_resinit.watch.history import History
@@ -148,6 +158,7 @@ class ResidualInit(Callback):
         self._to_loggers = False  # whether this record is one that loggers get
         self._before: dict[str, Any] | None = None  # what was known of the run when its checkpoint was written
         self._resumed = False
+        self._for_workers = False  # whether a main process without scalars will load what was trained
         self._late: ResInitError | None = None
         self._mark: Applied | None = None
         self._slept: dict[str, int] = {}
@@ -164,6 +175,7 @@ class ResidualInit(Callback):
         """
         if stage == "fit":
             refuse_strategy(trainer.strategy)
+            self._for_workers = in_workers(trainer.strategy) and not any(True for _ in inserted_gates(pl_module))
             self._run_report = None if self.report is None else RunReport(self.report, trainer)
             self._resumed, self._mark, self._slept = False, None, {}
             self._close_gates(trainer, pl_module)
@@ -195,11 +207,11 @@ class ResidualInit(Callback):
         found = applied_plan(pl_module)
         if found is not None:
             name, self._mark = found
-            self._accept(self._mark.plan.below(name))
+            self._accept(trainer, pl_module, self._mark.plan.below(name))
         elif was_closed(pl_module):
             plan = self._plan(trainer, pl_module, "observe")
             self._mark = mark_applied(pl_module, plan, moved=True)
-            self._accept(plan)
+            self._accept(trainer, pl_module, plan)
         return self._mark is not None
 
     def _prepare(self, trainer: Any, pl_module: nn.Module, late: bool = False) -> None:
@@ -218,18 +230,21 @@ class ResidualInit(Callback):
             self._mark = mark_applied(pl_module, plan, moved=True)
         else:
             apply_(pl_module, plan, overwrite_trained=self.overwrite_trained)
-            self._mark = mark_applied(pl_module, plan)
+            self._mark = mark_of(pl_module)
             self.history = History([], self.on_ratio)  # what was recorded before is of another start
-        self._accept(plan)
+        self._accept(trainer, pl_module, plan)
 
     def _plan(self, trainer: Any, pl_module: nn.Module, scheme: Scheme) -> ResidualPlan:
         return plan_run(trainer, pl_module, scheme, self.include, self.exclude, self.example_inputs)
 
-    def _accept(self, plan: ResidualPlan) -> None:
+    def _accept(self, trainer: Any, pl_module: nn.Module, plan: ResidualPlan) -> None:
         names = [b.name for b in plan.branches]
         if names != self.history.branches:
             self.history = History(names, self.on_ratio)
         self.plan = plan
+        keep_plain(pl_module)
+        if self._for_workers:
+            refuse_workers(trainer.strategy, plan)
 
     def _explain_loading(self, pl_module: nn.Module, hook: LoadHook) -> None:
         self._stop_explaining()
@@ -401,6 +416,8 @@ class ResidualInit(Callback):
         self._watching = None
         self._stop_explaining()
         give_back_loader(trainer, pl_module)
+        if self._for_workers:
+            fold_(pl_module)
         for name in ("log", "log_dict"):
             vars(self).pop(name, None)
 
@@ -409,6 +426,13 @@ class ResidualInit(Callback):
             self._watching.stop()
         if self._trial is not None:
             self._trial.stop()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle takes along, also of a callback whose run goes on: no hook, and no network."""
+        state = vars(self) | dict.fromkeys(("_trial", "_watching", "_loading", "_late", "_mark"))
+        if self._trial is not None:
+            state |= {"_slept": self._trial.state()["slept"], "_before": self._about()}
+        return {k: v for k, v in state.items() if k not in ("log", "log_dict")}
 
     def state_dict(self) -> dict[str, Any]:
         """Plain types only, so that the checkpoint loads with ``weights_only=True``."""
@@ -419,16 +443,12 @@ class ResidualInit(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the history of the run that is resumed, and the patience with what slept."""
-        self._resumed = bool(state_dict["closed"])
-        self._slept = {str(k): int(v) for k, v in state_dict["slept"].items()}
-        self._before = state_dict.get("about")
-        history = History.from_dict(state_dict["history"])
-        if not self.history.branches or history.branches == self.history.branches:
+        saved = read_state(state_dict)
+        self._resumed, self._slept, self._before = saved.closed, saved.slept, saved.about
+        history = saved.history
+        if history is not None and (not self.history.branches or history.branches == self.history.branches):
             self.history = history
 
     def on_load_checkpoint(self, trainer: Any, pl_module: nn.Module, checkpoint: dict[str, Any]) -> None:
         """Tell gates that came with the checkpoint into which weights they fold."""
-        folds = checkpoint["callbacks"].get(self.state_key, {}).get("folds", {})
-        for name, hook in inserted_gates(pl_module):
-            if not hook.folds_into and name in folds:
-                hook.folds_into = tuple((str(n), float(v)) for n, v in folds[name])
+        learn_folds(pl_module, checkpoint)

@@ -247,7 +247,8 @@ def inserted_into(choice: Choice, tail: Tail) -> tuple[Gate, ...]:
     places = list(_places(choice, tail))
     if not places:
         return ()
-    folding = {place: folds for place in places if (folds := _folds_into(choice.survey, tail, place))}
+    alike = (p for p in places if _closes(choice, p) == _closes(choice, places[0]))  # one of its own, and no shared one
+    folding = {place: folds for place in alike if (folds := _folds_into(choice.survey, tail, place))}
     modules = choice.survey.modules
     wanted = [*folding] or places
     place = next((p for p in wanted if next(iter(modules[p.module].parameters()), None) is not None), wanted[0])
@@ -280,6 +281,12 @@ def _can_carry(choice: Choice, place: _Place, tail: Tail) -> bool:
     values = [nodes[place.position] for nodes in calls]
     sums = {node: survey.branch_of[node] for value in values for node in choice.scalable[value]}
     return survey.dominance.escapes(values, sums) is None
+
+
+def _closes(choice: Choice, place: _Place) -> set[int]:
+    """The additions whose branches a scalar on a module's output closes."""
+    values = (nodes[place.position] for nodes in choice.survey.called[place.module])
+    return {addition for value in values for addition in choice.scalable[value]}
 
 
 def _folds_into(survey: Survey, tail: Tail, place: _Place) -> tuple[str, ...]:

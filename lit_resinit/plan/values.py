@@ -230,7 +230,17 @@ def format_plan(plan: ResidualPlan) -> str:
     title = f"{len(plan)} residual branches, scheme {plan.scheme}"
     if plan.zero_layers:
         title += f"; zero layers outside: {', '.join(plan.zero_layers)}"
-    return f"{title}\n{in_columns(table)}"
+    return "\n".join([title, in_columns(table), *_keys_of_their_own(plan)])
+
+
+def _keys_of_their_own(plan: ResidualPlan) -> list[str]:
+    """The scalars that do not fold into weights, so that state dicts keep them."""
+    kept = [g.parameter for g in plan.gates if g.module and not g.folds_into]
+    if not kept:
+        return []
+    who = "1 inserted scalar does not fold into weights and keeps a key of its own"
+    several = f"{len(kept)} inserted scalars do not fold into weights and keep keys of their own"
+    return [f"in the state dict {who if len(kept) == 1 else several}: {together(kept)}"]
 
 
 def _gates_of(branch: Branch) -> str:

@@ -31,6 +31,24 @@ def refuse_strategy(strategy: Any) -> None:
         )
 
 
+def in_workers(strategy: Any) -> bool:
+    """Whether the training runs in processes whose network the main process loads when they end (spawn, fork)."""
+    launcher = getattr(strategy, "launcher", None)
+    return launcher is not None and hasattr(launcher, "_recover_results_in_main_process")
+
+
+def refuse_workers(strategy: Any, plan: ResidualPlan) -> None:
+    """The network in the main process gets the weights of the workers', but no scalar that does not fold into them."""
+    stuck = [g.parameter for g in plan.gates if g.module and not g.folds_into]
+    if stuck:
+        raise ResInitError(
+            f"setting up under {type(strategy).__name__} with processes that are spawned or forked: expected scalars "
+            f"that fold into the weights before them, found {len(stuck)} that do not ({together(stuck)}). The network "
+            "in the main process would get the trained weights without them, and compute something else. Train with "
+            "strategy='ddp', or use scheme='last_layer'. Nothing was trained."
+        )
+
+
 def refuse_sharded(module: nn.Module) -> None:
     """The forward of a sharded network cannot be traced: its parameters are put together while it runs."""
     sharded = [n for n, p in module.named_parameters() if is_sharded(p)]
