@@ -137,8 +137,13 @@ class LoadHook:
                 insert_gate(target, GateHook(int(found[2] or 0), clean_name(found[1] or ""), ()), device)
 
 
+def is_inserted(name: str) -> bool:
+    """Whether a key of a state dict is that of an inserted scalar."""
+    return _INSERTED.match(name) is not None
+
+
 def _stored(state_dict: Mapping[str, Tensor], prefix: str) -> list[str]:
-    return [k.removeprefix(prefix) for k in state_dict if k.startswith(prefix) and _INSERTED.match(k)]
+    return [k.removeprefix(prefix) for k in state_dict if k.startswith(prefix) and is_inserted(k)]
 
 
 def _without_gates(lost: list[str], count: int) -> str:

@@ -6,15 +6,19 @@ its ``on_load_checkpoint`` first, before the weights are loaded; so both are wra
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lit_resinit.errors import FoldError
 from lit_resinit.graph.tensors import is_sharded
 from lit_resinit.graph.where import clean_name
 from lit_resinit.plan.hooks import inserted_gates, lend_method, method_before
-from lit_resinit.plan.states import BEFORE, folded_state, unfold_state
+from lit_resinit.plan.mark import is_inserted
+from lit_resinit.plan.states import BEFORE, Folding, fold_state, folded_state, unfold_state
+from lit_resinit.words import together
 
 
 def keep_plain(module: Any) -> None:
@@ -55,6 +59,63 @@ def state_of_ours(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
         if isinstance(state, dict) and {"closed", "history"} <= set(state):
             return state
     return None
+
+
+def fold_checkpoint(checkpoint: dict[str, Any], name: object) -> tuple[list[str], list[str]]:
+    """Fold, in place, a checkpoint that has inserted scalars in its state dict, as older versions wrote them.
+
+    Args:
+        checkpoint: The checkpoint; its optimizer states stay as they are, so that the run still resumes.
+        name: What the checkpoint is called in messages.
+
+    Returns:
+        The scalars that were folded, and those that cannot be.
+
+    Raises:
+        FoldError: If the checkpoint does not say into which weights its scalars fold.
+    """
+    state = checkpoint.get("state_dict")
+    if not isinstance(state, dict):
+        raise FoldError(
+            f"folding {name}: expected a checkpoint with a `state_dict`, found keys {sorted(checkpoint)[:5]}."
+        )
+    gates = [key for key in state if is_inserted(key)]
+    ours = state_of_ours(checkpoint) or {}
+    folds = ours.get("folds") or {}
+    unknown = [key for key in gates if clean_name(key) not in folds and not _alias(state, key, gates, folds)]
+    if unknown:
+        raise FoldError(
+            f"folding {name}: expected the state of ResidualInit to say into which weights {len(gates)} inserted "
+            f"scalars fold, found nothing of {together(unknown)}. A file of weights only does not know it: load it "
+            "with `Trainer.validate(..., ckpt_path=...)` and the callback, or fold another checkpoint of that run."
+        )
+    todo = [_folding(state, key, folds[clean_name(key)]) for key in gates if clean_name(key) in folds]
+    checkpoint["state_dict"], before = fold_state(state, todo)
+    if before and ours:
+        ours[BEFORE] = before
+    kept = [key for key in gates if key in checkpoint["state_dict"]]
+    return [key for key in gates if key not in kept], kept
+
+
+def _folding(state: Mapping[str, Any], gate: str, folds: Any) -> Folding:
+    raw = {clean_name(key): key for key in state}
+    into = tuple((tuple(_same(state, raw[n])), float(value)) for n, value in folds if n in raw)
+    return Folding(tuple(_same(state, gate)), into, "" if len(into) == len(folds) and folds else "its weights are gone")
+
+
+def _alias(state: Mapping[str, Any], key: str, gates: list[str], folds: Mapping[str, Any]) -> bool:
+    return any(other in gates and clean_name(other) in folds for other in _same(state, key))
+
+
+def _same(state: Mapping[str, Any], key: str) -> list[str]:
+    """The keys of one tensor, the given one first: a module may have several names."""
+    own = state[key]
+    others = [k for k, v in state.items() if k != key and isinstance(v, Tensor) and _is_same(v, own)]
+    return [key, *others]
+
+
+def _is_same(left: Tensor, right: Tensor) -> bool:
+    return left.numel() > 0 and left.shape == right.shape and left.data_ptr() == right.data_ptr()
 
 
 def learn_folds(module: nn.Module, checkpoint: dict[str, Any]) -> None:
