@@ -22,14 +22,15 @@ from lit_resinit.plan.apply import apply_
 from lit_resinit.plan.fold import fold_
 from lit_resinit.plan.hooks import inserted_gates
 from lit_resinit.plan.mark import Applied, LoadHook, applied_plan, mark_applied, mark_of, was_closed
-from lit_resinit.plan.values import ResidualPlan, Scheme
+from lit_resinit.plan.values import CLOSED, ResidualPlan, Scheme
 from lit_resinit.report.page import about_run, later
 from lit_resinit.report.tables import history_table
 from lit_resinit.trainer.batches import give_back_loader
 from lit_resinit.trainer.checkpoints import keep_plain, learn_folds
 from lit_resinit.trainer.copies import fitting_plan
+from lit_resinit.trainer.fits import Fits
 from lit_resinit.trainer.inputs import few_batches, training_loss
-from lit_resinit.trainer.loggers import send_figure, send_record, show_progress
+from lit_resinit.trainer.loggers import prints, send_figure, send_record, show_progress
 from lit_resinit.trainer.options import Policy, check_options
 from lit_resinit.trainer.plans import plan_run
 from lit_resinit.trainer.reports import RunReport
@@ -95,6 +96,7 @@ class ResidualInit(Callback):
         per_branch: Whether loggers get every quantity of every branch, or quantiles; the former up to 64 branches when
             None.
         progress_bar: Show ``blocks on/<branches>`` in the Trainer's progress bar.
+        table: Print a table at the end, unless the Trainer's bars are disabled (``refresh_rate=0``, ``barebones``).
 
     Attributes:
         plan: The :class:`ResidualPlan`, after ``setup``.
@@ -135,6 +137,7 @@ class ResidualInit(Callback):
         report: str | None = None,
         per_branch: bool | None = None,
         progress_bar: bool = False,
+        table: bool = True,
     ) -> None:
         super().__init__()
         check_options(scheme, include, exclude, identity, gradient, patience, on_ratio, log_every_n_steps)
@@ -145,7 +148,7 @@ class ResidualInit(Callback):
         self.overwrite_trained, self.patience = overwrite_trained, patience
         self.on_ratio, self.log_every_n_steps = on_ratio, log_every_n_steps
         self.report = report
-        self.per_branch, self.progress_bar = per_branch, progress_bar
+        self.per_branch, self.progress_bar, self.table = per_branch, progress_bar, table
         self.plan: ResidualPlan | None = None
         self.history = History([], on_ratio)
         self.identity_report: IdentityReport | None = None
@@ -162,6 +165,9 @@ class ResidualInit(Callback):
         self._late: ResInitError | None = None
         self._mark: Applied | None = None
         self._slept: dict[str, int] = {}
+        self._fits = Fits()
+        self._network: Applied | None = None  # the mark of the network that history and reports are of
+        self._stage = "fit"
         self._loading: Any = None
         self._trial: Trial | None = None
         self._watching: Watching | None = None
@@ -173,6 +179,7 @@ class ResidualInit(Callback):
 
         In the other verbs the gates that a checkpoint brings are inserted when it is loaded, and nothing else is done.
         """
+        self._stage = stage
         if stage == "fit":
             refuse_strategy(trainer.strategy)
             self._for_workers = in_workers(trainer.strategy) and not any(True for _ in inserted_gates(pl_module))
@@ -231,13 +238,16 @@ class ResidualInit(Callback):
         else:
             apply_(pl_module, plan, overwrite_trained=self.overwrite_trained)
             self._mark = mark_of(pl_module)
-            self.history = History([], self.on_ratio)  # what was recorded before is of another start
+            self._start_anew()
         self._accept(trainer, pl_module, plan)
 
     def _plan(self, trainer: Any, pl_module: nn.Module, scheme: Scheme) -> ResidualPlan:
         return plan_run(trainer, pl_module, scheme, self.include, self.exclude, self.example_inputs)
 
     def _accept(self, trainer: Any, pl_module: nn.Module, plan: ResidualPlan) -> None:
+        if self._network is not None and self._network is not self._mark and not self._resumed:
+            self._start_anew()
+        self._network = self._mark
         names = [b.name for b in plan.branches]
         if names != self.history.branches:
             self.history = History(names, self.on_ratio)
@@ -245,6 +255,12 @@ class ResidualInit(Callback):
         keep_plain(pl_module)
         if self._for_workers:
             refuse_workers(trainer.strategy, plan)
+
+    def _start_anew(self) -> None:
+        """What was recorded and judged before is of another network, or of another start of this one."""
+        self.history, self._fits, self._before = History([], self.on_ratio), Fits(), None
+        self.identity_report = self.gradient_report = self.usefulness = None
+        self.agreements = ()
 
     def _explain_loading(self, pl_module: nn.Module, hook: LoadHook) -> None:
         self._stop_explaining()
@@ -267,6 +283,9 @@ class ResidualInit(Callback):
         options = {"fresh": fresh, "unfreezes": will_unfreeze(trainer)}
         self._trial = Trial(pl_module, self.plan, self.patience, agreement(trainer), **options)
         self._trial.resume({"slept": self._slept})
+        if not len(self.history):
+            self.history.begin([fresh and b.action in CLOSED for b in self.plan.branches])
+        self._fits.begin(trainer.global_step, int(self.history.steps[-1]) if len(self.history) else -1)
         self._watching = Watching(pl_module, self.plan, self.history)
         check_optimizers(trainer.optimizers, pl_module, self.plan)
 
@@ -307,7 +326,7 @@ class ResidualInit(Callback):
         if self._trial.due:
             held = held_names(optimizer, pl_module) if len(trainer.optimizers) > 1 else None
             self._act(self._trial.before_step(optimizer, will_skip(trainer, optimizer), held))
-        self._watching.before_step(trainer.global_step)
+        self._watching.before_step(self._fits.step(trainer.global_step))
         if self._mark is not None:
             self._mark.moved = True
 
@@ -346,6 +365,7 @@ class ResidualInit(Callback):
         """Print the table, and write what was asked for."""
         if self._trial is None or self.plan is None:
             return
+        self._fits.end(trainer.global_step)
         self._act(self._trial.end())
         if not len(self.history):
             return
@@ -376,11 +396,14 @@ class ResidualInit(Callback):
 
     def _conclude(self, trainer: Any, pl_module: nn.Module, plan: ResidualPlan, now: Tensor) -> None:
         """Table, agreements, gates that hardly moved, picture."""
-        Console().print(history_table(plan, self.history, gate_max=now[1], step=trainer.global_step))
-        for agreement_ in self.agreements:
-            Console().print(str(agreement_), highlight=False)
+        steps, woke = self._fits.step(trainer.global_step), self._trial.woke if self._trial is not None else None
+        if self.table and prints(trainer):
+            fits = self._fits.begun
+            Console().print(history_table(plan, self.history, gate_max=now[1], step=steps, woke=woke, fits=fits))
+            for agreement_ in self.agreements:
+                Console().print(str(agreement_), highlight=False)
         moved, records = self.history.movement(now[0], now[1]), len(self.history)
-        judged, steps = self.gradient_report, trainer.global_step
+        judged = self.gradient_report
         still = still_gates(trainer.optimizers, pl_module, plan, moved, judged, steps, records)
         if still:
             warn(still)
@@ -389,12 +412,14 @@ class ResidualInit(Callback):
 
     def _follow(self, trainer: Any, state: str = "running", last: bool = False) -> None:
         if self._run_report is not None:
+            state = f"{state} at step {self._fits.step(trainer.global_step)}"
             self._run_report.follow(trainer, self.history, self._about, state, last=last)
 
     def _about(self) -> dict[str, Any]:
         woke = self._trial.woke if self._trial is not None else None
         told = " ".join(str(a) for a in self.agreements)
-        now = about_run(self.plan, self.identity_report, self.gradient_report, woke, self.usefulness, told)
+        reports = (self.identity_report, self.gradient_report)
+        now = about_run(self.plan, *reports, woke, self.usefulness, told, self._fits.begun)
         return now if self._before is None else later(self._before, now)
 
     # ---------------------------------------------------------------- the end, and what a checkpoint keeps
@@ -405,7 +430,8 @@ class ResidualInit(Callback):
         self._stop()
         self._stop_explaining()
         give_back_loader(trainer, pl_module)
-        if self.plan is not None:
+        if self.plan is not None and self._stage == "fit":
+            self._fits.end(trainer.global_step)
             self._follow(trainer, f"stopped by {type(exception).__name__}", last=True)
 
     def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
@@ -416,7 +442,7 @@ class ResidualInit(Callback):
         self._watching = None
         self._stop_explaining()
         give_back_loader(trainer, pl_module)
-        if self._for_workers:
+        if self._for_workers and stage == "fit":
             fold_(pl_module)
         for name in ("log", "log_dict"):
             vars(self).pop(name, None)
@@ -429,7 +455,7 @@ class ResidualInit(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle takes along, also of a callback whose run goes on: no hook, and no network."""
-        state = vars(self) | dict.fromkeys(("_trial", "_watching", "_loading", "_late", "_mark"))
+        state = vars(self) | dict.fromkeys(("_trial", "_watching", "_loading", "_late", "_mark", "_network"))
         if self._trial is not None:
             state |= {"_slept": self._trial.state()["slept"], "_before": self._about()}
         return {k: v for k, v in state.items() if k not in ("log", "log_dict")}
@@ -439,13 +465,19 @@ class ResidualInit(Callback):
         folds = {g.parameter: [[n, g.value] for n in g.folds_into] for g in self.plan.gates} if self.plan else {}
         trial = {"slept": dict(self._slept)} if self._trial is None else self._trial.state()
         closed, history = self.plan is not None, self.history.to_dict()
-        return {"closed": closed, "history": history, **trial, "folds": folds, "about": self._about()}
+        fits = {"steps": self._fits.offset, "fits": list(self._fits.begun)}
+        return {"closed": closed, "history": history, **trial, "folds": folds, "about": self._about(), **fits}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the history of the run that is resumed, and the patience with what slept."""
+        """Continue the history of the run that is resumed, and the patience with what slept.
+
+        In other verbs there is no run to be resumed, and what this one recorded is kept.
+        """
+        if self._stage != "fit":
+            return
         saved = read_state(state_dict)
         self._resumed, self._slept, self._before = saved.closed, saved.slept, saved.about
-        history = saved.history
+        self._fits, history = Fits(saved.steps, list(saved.fits)), saved.history
         if history is not None and (not self.history.branches or history.branches == self.history.branches):
             self.history = history
 

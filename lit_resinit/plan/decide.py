@@ -119,7 +119,7 @@ def _read_elsewhere(survey: Survey, parameter: str, reader: int) -> str:
 def _decide(choice: Choice, scheme: Scheme, addition: Addition) -> Decision:
     closed, tail = choice.survey.closed[addition.node], choice.tails[addition.node]
     if addition.node not in choice.chosen:
-        return Decision("excluded", closed or tail.every_gate, tail)
+        return Decision("excluded", closed or _any_factor(choice, addition, tail), tail)
     if closed:
         return Decision("already_closed", closed, tail)
     if scheme != "observe" and choice.survey.zeros.at(addition.branch):  # whatever the reason: no second zero
@@ -186,9 +186,13 @@ def _downscale(choice: Choice, addition: Addition, tail: Tail) -> Decision:
 
 
 def _observe(choice: Choice, addition: Addition, tail: Tail) -> Decision:
-    """Nothing is closed: any factor will do to name what should be zero."""
-    own = tail.every_gate or choice.survey.walks.of(addition, any_slope=True).every_gate
-    return Decision("observe", own, tail)
+    """Nothing is closed."""
+    return Decision("observe", _any_factor(choice, addition, tail), tail)
+
+
+def _any_factor(choice: Choice, addition: Addition, tail: Tail) -> tuple[Gate, ...]:
+    """Where nothing is closed, any factor will do to name what is watched."""
+    return tail.every_gate or choice.survey.walks.of(addition, any_slope=True).every_gate
 
 
 SCHEMES: dict[Scheme, Callable[[Choice, Addition, Tail], Decision]] = {

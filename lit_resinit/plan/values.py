@@ -15,6 +15,7 @@ from lit_resinit.words import in_columns, in_common, together, without_numbers
 Scheme = Literal["auto", "zero", "insert", "last_layer", "sqrt_depth", "downscale", "observe"]
 Action = Literal["zero", "insert", "last_layer", "sqrt_depth", "downscale", "already_closed", "excluded", "observe"]
 CONSTANT_SCHEMES = ("sqrt_depth", "downscale")
+CLOSED = ("zero", "insert", "last_layer", "already_closed")  # actions after which a branch contributes nothing
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
