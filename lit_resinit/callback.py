@@ -13,6 +13,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from lit_resinit.errors import NoBranchError, ResInitError, TraceError, warn
+from lit_resinit.graph.keep import keep_rng
 from lit_resinit.graph.tensors import end_measuring
 from lit_resinit.judge.identity import IdentityReport
 from lit_resinit.judge.optimizers import check_optimizers, held_names, holds_gates, still_gates
@@ -43,7 +44,15 @@ from lit_resinit.trainer.setups import (
     refuse_strategy,
     refuse_workers,
 )
-from lit_resinit.trainer.steps import accumulates, agreement, is_due, will_skip, will_unfreeze
+from lit_resinit.trainer.steps import (
+    accumulates,
+    agreement,
+    is_due,
+    moves_by_itself,
+    steps_done,
+    will_skip,
+    will_unfreeze,
+)
 from lit_resinit.watch.gates import gate_statistics
 from lit_resinit.watch.history import History
 from lit_resinit.watch.usefulness import Agreement, agreements, measure_usefulness
@@ -285,7 +294,7 @@ class ResidualInit(Callback):
         self._trial.resume({"slept": self._slept})
         if not len(self.history):
             self.history.begin([fresh and b.action in CLOSED for b in self.plan.branches])
-        self._fits.begin(trainer.global_step, int(self.history.steps[-1]) if len(self.history) else -1)
+        self._fits.begin(steps_done(trainer), int(self.history.steps[-1]) if len(self.history) else -1)
         self._watching = Watching(pl_module, self.plan, self.history)
         check_optimizers(trainer.optimizers, pl_module, self.plan)
 
@@ -326,7 +335,7 @@ class ResidualInit(Callback):
         if self._trial.due:
             held = held_names(optimizer, pl_module) if len(trainer.optimizers) > 1 else None
             self._act(self._trial.before_step(optimizer, will_skip(trainer, optimizer), held))
-        self._watching.before_step(self._fits.step(trainer.global_step))
+        self._watching.before_step(self._fits.step(steps_done(trainer)))
         if self._mark is not None:
             self._mark.moved = True
 
@@ -349,6 +358,8 @@ class ResidualInit(Callback):
         """Send the record to every logger; a batch without backward or optimizer step is tried again."""
         if self._trial is None or self._watching is None:
             return
+        if moves_by_itself(trainer) and not pl_module.automatic_optimization:
+            self.on_before_optimizer_step(trainer, pl_module, trainer.optimizers[0])
         self._watching.after_forward()  # there was no backward, or no step that ended it
         if self._watching.recorded:
             self._watching.end()
@@ -365,7 +376,7 @@ class ResidualInit(Callback):
         """Print the table, and write what was asked for."""
         if self._trial is None or self.plan is None:
             return
-        self._fits.end(trainer.global_step)
+        self._fits.end(steps_done(trainer))
         self._act(self._trial.end())
         if not len(self.history):
             return
@@ -388,15 +399,25 @@ class ResidualInit(Callback):
         self._unpictured = True
         self._follow(trainer)
 
-    def _ablate(self, trainer: Any, pl_module: nn.Module, plan: ResidualPlan) -> None:
+    def _ablate(self, trainer: Any, pl_module: Any, plan: ResidualPlan) -> None:
+        """Measure usefulness; a step that cannot be run on its own is a reason to say so, and none to lose a run."""
         shows = trainer.is_global_zero and trainer.progress_bar_callback is not None
-        batches, loss = few_batches(trainer, 4), training_loss(trainer)
-        self.usefulness = measure_usefulness(pl_module, plan, batches, loss, progress=shows)
+        try:
+            with keep_rng():  # a loader draws when it is begun
+                batches, loss = few_batches(trainer, 4), training_loss(trainer)
+            self.usefulness = measure_usefulness(pl_module, plan, batches, loss, progress=shows)
+        except Exception as error:
+            warn(
+                f"measuring usefulness after the training: expected a training step that returns its loss, found "
+                f"{type(error).__name__}: {error} The training is kept. Measure it yourself: "
+                "`measure_usefulness(model, callback.plan, batches, loss_fn)`."
+            )
+            return
         self.agreements = agreements(self.history, self.usefulness)
 
     def _conclude(self, trainer: Any, pl_module: nn.Module, plan: ResidualPlan, now: Tensor) -> None:
         """Table, agreements, gates that hardly moved, picture."""
-        steps, woke = self._fits.step(trainer.global_step), self._trial.woke if self._trial is not None else None
+        steps, woke = self._fits.step(steps_done(trainer)), self._trial.woke if self._trial is not None else None
         if self.table and prints(trainer):
             fits = self._fits.begun
             Console().print(history_table(plan, self.history, gate_max=now[1], step=steps, woke=woke, fits=fits))
@@ -412,7 +433,7 @@ class ResidualInit(Callback):
 
     def _follow(self, trainer: Any, state: str = "running", last: bool = False) -> None:
         if self._run_report is not None:
-            state = f"{state} at step {self._fits.step(trainer.global_step)}"
+            state = f"{state} at step {self._fits.step(steps_done(trainer))}"
             self._run_report.follow(trainer, self.history, self._about, state, last=last)
 
     def _about(self) -> dict[str, Any]:
@@ -431,7 +452,7 @@ class ResidualInit(Callback):
         self._stop_explaining()
         give_back_loader(trainer, pl_module)
         if self.plan is not None and self._stage == "fit":
-            self._fits.end(trainer.global_step)
+            self._fits.end(steps_done(trainer))
             self._follow(trainer, f"stopped by {type(exception).__name__}", last=True)
 
     def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
