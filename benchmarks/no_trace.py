@@ -1,7 +1,7 @@
 """The same training with ``scheme="observe"`` and without the callback, bit for bit, over a matrix of set-ups.
 
 Run as ``python -m benchmarks.no_trace [--only TEXT] [--save FILE]``. One network with batch norm, dropout and a metric
-is trained by a Trainer in every set-up: each value of each axis alone, then two to four of them, drawn with a fixed
+is trained by a Trainer in every set-up: each value of each axis alone, then two to four, drawn with a fixed
 seed. Compared are weights, buffers, the metric's state, optimizer states, the order and the content of the batches, the
 Trainer's steps and logged numbers, and where every random generator stands after the run. The exit code is the number of
 set-ups that differ.

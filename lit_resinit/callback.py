@@ -27,7 +27,7 @@ from lit_resinit.plan.values import CLOSED, ResidualPlan, Scheme
 from lit_resinit.report.page import about_run, later
 from lit_resinit.report.tables import history_table
 from lit_resinit.trainer.batches import give_back_loader
-from lit_resinit.trainer.checkpoints import keep_plain, learn_folds
+from lit_resinit.trainer.checkpoints import expect_nothing, expect_plain, keep_plain, learn_folds
 from lit_resinit.trainer.copies import fitting_plan
 from lit_resinit.trainer.fits import Fits
 from lit_resinit.trainer.inputs import few_batches, training_loss
@@ -201,12 +201,12 @@ class ResidualInit(Callback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Second chance for a network built in ``setup`` or ``configure_model``: closing only, no inserting."""
         late, self._late = self._late, None
-        if late is None or self._recognise(trainer, pl_module):
-            return
-        if trainer.ckpt_path is not None:
-            self._resumed = True
-        refuse_sharded(pl_module)
-        self._prepare(trainer, pl_module, late=True)
+        if late is not None and not self._recognise(trainer, pl_module):
+            if trainer.ckpt_path is not None:
+                self._resumed = True
+            refuse_sharded(pl_module)
+            self._prepare(trainer, pl_module, late=True)
+        expect_plain(trainer, pl_module)
 
     def _close_gates(self, trainer: Any, pl_module: Any) -> None:
         if self._recognise(trainer, pl_module):
@@ -284,6 +284,7 @@ class ResidualInit(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
         """Every gate has to be in an optimizer, and should not be decayed."""
+        expect_nothing(trainer)
         self._trial = self._watching = None
         if self.plan is None:
             return
@@ -448,6 +449,7 @@ class ResidualInit(Callback):
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
         """Leave no hook or mode behind, and a page that says what stopped the run."""
         end_measuring()
+        expect_nothing(trainer)
         self._stop()
         self._stop_explaining()
         give_back_loader(trainer, pl_module)
@@ -462,6 +464,7 @@ class ResidualInit(Callback):
             self._trial.close()
         self._watching = None
         self._stop_explaining()
+        expect_nothing(trainer)
         give_back_loader(trainer, pl_module)
         if self._for_workers and stage == "fit":
             fold_(pl_module)

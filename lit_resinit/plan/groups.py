@@ -69,8 +69,8 @@ def _applied(model: nn.Module) -> ResidualPlan:
     if found is None:
         raise ResInitError(
             f"building parameter groups: expected a plan that was applied to {type(model).__name__}, or to a part of "
-            "it, found none. Pass the plan, or apply one first: `apply_(model, make_plan(model, ...))`; under a Trainer, "
-            "`ResidualInit` does that before `configure_optimizers`, where the network is built in `__init__`."
+            "it, found none. Pass the plan, or apply one first: `apply_(model, make_plan(model, ...))`; under a "
+            "Trainer, `ResidualInit` does that before `configure_optimizers`, where the network is built in `__init__`."
         )
     name, mark = found
     return mark.plan.below(name)

@@ -111,10 +111,11 @@ class LoadHook:
         error_msgs: list[str],
     ) -> None:
         """Compare the gates of the model with those of the state dict."""
-        mark, before = mark_of(module), local_metadata.get(BEFORE)
+        marks = [mark for part in module.modules() if (mark := mark_of(part)) is not None]
+        before = local_metadata.get(BEFORE)
         if self.inserts:
             self._insert(module, _stored(state_dict, prefix))
-        plain = before is not None or (mark is not None and mark.moved)
+        plain = before is not None or any(mark.moved for mark in marks)
         unfold_state(module, state_dict, before or {}, prefix, ones=plain)
         stored, own = _stored(state_dict, prefix), [name for name, _ in inserted_gates(module)]
         strange, lost = sorted({*stored} - {*own}), sorted({*own} - {*stored})
@@ -122,8 +123,9 @@ class LoadHook:
             error_msgs.append(_without_gates(lost, len(own)))
         if strict and strange:
             error_msgs.append(_with_gates(strange))
-        if mark is not None and any(bool(state_dict[prefix + name].any()) for name in stored):
-            mark.moved = True
+        if marks and any(bool(state_dict[prefix + name].any()) for name in stored):
+            for mark in marks:
+                mark.moved = True
 
     def _insert(self, module: nn.Module, stored: list[str]) -> None:
         modules = dict(module.named_modules())

@@ -6,7 +6,9 @@ its ``on_load_checkpoint`` first, before the weights are loaded; so both are wra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from lit_resinit.errors import FoldError
 from lit_resinit.graph.tensors import is_sharded
 from lit_resinit.graph.where import clean_name
 from lit_resinit.plan.hooks import inserted_gates, lend_method, method_before
-from lit_resinit.plan.mark import is_inserted
+from lit_resinit.plan.mark import is_inserted, mark_of
 from lit_resinit.plan.states import BEFORE, Folding, fold_state, folded_state, unfold_state
 from lit_resinit.words import together
 
@@ -50,6 +52,69 @@ def on_load_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
         unfold_state(self, checkpoint["state_dict"], before, ones=False)
     else:
         _write(self, before)
+
+
+def expect_plain(trainer: Any, module: nn.Module) -> None:
+    """Let a strategy that loads after sharding, key by key, load files that do not have the scalars.
+
+    What it calls to read a checkpoint is wrapped until :func:`expect_nothing`.
+    """
+    strategy = trainer.strategy
+    if not strategy.restore_checkpoint_after_setup or not any(True for _ in inserted_gates(module)):
+        return
+    load = strategy.load_checkpoint
+
+    def load_checkpoint(path: Any, *rest: Any, **options: Any) -> Any:
+        for part in module.modules():
+            mark = mark_of(part)
+            if mark is not None:
+                mark.moved = True  # scalars that the file does not have become one, until what was folded is put back
+        with _plain_file(module) if _lacks_scalars(path, module) else contextlib.nullcontext():
+            return load(path, *rest, **options)
+
+    vars(strategy)["load_checkpoint"] = load_checkpoint
+
+
+def expect_nothing(trainer: Any) -> None:
+    """The strategy reads checkpoints as before."""
+    vars(trainer.strategy).pop("load_checkpoint", None)
+
+
+def _lacks_scalars(path: Any, module: nn.Module) -> bool:
+    """Whether a file, or a folder of shards, has everything of this module but its inserted scalars."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    try:
+        if Path(path).is_dir():
+            stored = {
+                key.removeprefix("state_dict.") for key in FileSystemReader(path).read_metadata().state_dict_metadata
+            }
+        else:
+            stored = set(torch.load(path, mmap=True, map_location="meta", weights_only=True)["state_dict"])
+    except Exception:  # whoever reads it after us says what is wrong
+        return False
+    lacking = module.state_dict().keys() - stored
+    return bool(lacking) and all(is_inserted(key) for key in lacking)
+
+
+@contextlib.contextmanager
+def _plain_file(module: Any) -> Iterator[None]:
+    """Inside, scalars are no part of the state dict, nobody asks for them, and they become one."""
+
+    def hide(_: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for key in [k for k in state if is_inserted(k)]:
+            del state[key]
+
+    handle, strict = module._register_state_dict_hook(hide), module._strict_loading
+    module.strict_loading = False
+    try:
+        yield
+        with torch.no_grad():
+            for _, parameter in (n for n in module.named_parameters() if is_inserted(n[0])):
+                parameter.fill_(1.0)
+    finally:
+        handle.remove()
+        module._strict_loading = strict
 
 
 def state_of_ours(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
