@@ -29,6 +29,7 @@ from lit_resinit.report.tables import history_table
 from lit_resinit.trainer.batches import give_back_loader
 from lit_resinit.trainer.checkpoints import expect_nothing, expect_plain, keep_plain, learn_folds
 from lit_resinit.trainer.copies import fitting_plan
+from lit_resinit.trainer.engines import judge_before
 from lit_resinit.trainer.fits import Fits
 from lit_resinit.trainer.inputs import few_batches, training_loss
 from lit_resinit.trainer.loggers import prints, send_figure, send_record, show_progress
@@ -39,9 +40,10 @@ from lit_resinit.trainer.saved import read_state
 from lit_resinit.trainer.setups import (
     in_workers,
     may_come_later,
+    packing,
     refuse_copies,
+    refuse_packed,
     refuse_sharded,
-    refuse_strategy,
     refuse_workers,
 )
 from lit_resinit.trainer.steps import (
@@ -171,6 +173,7 @@ class ResidualInit(Callback):
         self._before: dict[str, Any] | None = None  # what was known of the run when its checkpoint was written
         self._resumed = False
         self._for_workers = False  # whether a main process without scalars will load what was trained
+        self._engine = ""  # a strategy that hides the gates once it is built
         self._late: ResInitError | None = None
         self._mark: Applied | None = None
         self._slept: dict[str, int] = {}
@@ -190,11 +193,13 @@ class ResidualInit(Callback):
         """
         self._stage = stage
         if stage == "fit":
-            refuse_strategy(trainer.strategy)
+            self._engine = packing(trainer.strategy)
             self._for_workers = in_workers(trainer.strategy) and not any(True for _ in inserted_gates(pl_module))
             self._run_report = None if self.report is None else RunReport(self.report, trainer)
             self._resumed, self._mark, self._slept = False, None, {}
             self._close_gates(trainer, pl_module)
+            if self._engine and self._mark is not None and not self._mark.moved:
+                self._judge_before(trainer, pl_module)
         if applied_plan(pl_module) is None:
             self._explain_loading(pl_module, LoadHook(inserts=stage != "fit"))
 
@@ -204,9 +209,11 @@ class ResidualInit(Callback):
         if late is not None and not self._recognise(trainer, pl_module):
             if trainer.ckpt_path is not None:
                 self._resumed = True
+            refuse_packed(trainer.strategy)
             refuse_sharded(pl_module)
             self._prepare(trainer, pl_module, late=True)
-        expect_plain(trainer, pl_module)
+        if not self._engine:
+            expect_plain(trainer, pl_module)
 
     def _close_gates(self, trainer: Any, pl_module: Any) -> None:
         if self._recognise(trainer, pl_module):
@@ -261,9 +268,19 @@ class ResidualInit(Callback):
         if names != self.history.branches:
             self.history = History(names, self.on_ratio)
         self.plan = plan
-        keep_plain(pl_module)
+        if not self._engine:
+            keep_plain(pl_module)
         if self._for_workers:
             refuse_workers(trainer.strategy, plan)
+
+    def _judge_before(self, trainer: Any, pl_module: nn.Module) -> None:
+        """The engine hides the gates: what can be judged is judged before it is built."""
+        assert self.plan is not None
+        self._trial = Trial(pl_module, self.plan, self.patience, agreement(trainer))
+        try:
+            judge_before(trainer, pl_module, self._trial, self.example_inputs, self._act, self._engine)
+        finally:
+            self._trial = None
 
     def _start_anew(self) -> None:
         """What was recorded and judged before is of another network, or of another start of this one."""
@@ -286,7 +303,7 @@ class ResidualInit(Callback):
         """Every gate has to be in an optimizer, and should not be decayed."""
         expect_nothing(trainer)
         self._trial = self._watching = None
-        if self.plan is None:
+        if self.plan is None or self._engine:
             return
         moved = self._mark is not None and self._mark.moved
         fresh = trainer.global_step == 0 and not self._resumed and not moved

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from lit_resinit.find.closing import depends_on
 from lit_resinit.find.gates import Gate, inserted_name, shows_element
@@ -251,11 +251,10 @@ def inserted_into(choice: Choice, tail: Tail) -> tuple[Gate, ...]:
     places = list(_places(choice, tail))
     if not places:
         return ()
-    alike = (p for p in places if _closes(choice, p) == _closes(choice, places[0]))  # one of its own, and no shared one
-    folding = {place: folds for place in alike if (folds := _folds_into(choice.survey, tail, place))}
-    modules = choice.survey.modules
-    wanted = [*folding] or places
-    place = next((p for p in wanted if next(iter(modules[p.module].parameters()), None) is not None), wanted[0])
+    usual = next(_with_parameters(choice, places), places[0])
+    alike = [p for p in places if _closes(choice, p) <= _closes(choice, usual)]  # none that closes more
+    folding = {p: folds for p in (usual, *alike) if (folds := _folds_into(choice.survey, tail, p))}
+    place = usual if usual in folding or not folding else next(_with_parameters(choice, folding), next(iter(folding)))
     name = f"{place.module}.{inserted_name(place.position)}"
     folds = folding.get(place, ())
     return (Gate("inserted", name, module=place.module, leaf=place.position, folds_into=folds),)
@@ -285,6 +284,11 @@ def _can_carry(choice: Choice, place: _Place, tail: Tail) -> bool:
     values = [nodes[place.position] for nodes in calls]
     sums = {node: survey.branch_of[node] for value in values for node in choice.scalable[value]}
     return survey.dominance.escapes(values, sums) is None
+
+
+def _with_parameters(choice: Choice, places: Iterable[_Place]) -> Iterator[_Place]:
+    modules = choice.survey.modules
+    return (p for p in places if next(iter(modules[p.module].parameters()), None) is not None)
 
 
 def _closes(choice: Choice, place: _Place) -> set[int]:
