@@ -27,7 +27,13 @@ from lit_resinit.plan.values import CLOSED, ResidualPlan, Scheme
 from lit_resinit.report.page import about_run, later
 from lit_resinit.report.tables import history_table
 from lit_resinit.trainer.batches import give_back_loader
-from lit_resinit.trainer.checkpoints import expect_nothing, expect_plain, keep_plain, learn_folds
+from lit_resinit.trainer.checkpoints import (
+    end_training,
+    expect_nothing,
+    expect_plain,
+    keep_plain,
+    learn_folds,
+)
 from lit_resinit.trainer.copies import fitting_plan
 from lit_resinit.trainer.engines import judge_before
 from lit_resinit.trainer.fits import Fits
@@ -467,6 +473,8 @@ class ResidualInit(Callback):
         """Leave no hook or mode behind, and a page that says what stopped the run."""
         end_measuring()
         expect_nothing(trainer)
+        if not self._engine:
+            end_training(pl_module)
         self._stop()
         self._stop_explaining()
         give_back_loader(trainer, pl_module)
@@ -485,6 +493,8 @@ class ResidualInit(Callback):
         give_back_loader(trainer, pl_module)
         if self._for_workers and stage == "fit":
             fold_(pl_module)
+        elif not self._engine:
+            end_training(pl_module)
         for name in ("log", "log_dict"):
             vars(self).pop(name, None)
 

@@ -15,7 +15,7 @@ from lit_resinit.errors import CheckpointError
 from lit_resinit.find.gates import INSERTED_NAME
 from lit_resinit.graph.where import clean_name
 from lit_resinit.plan.hooks import GateHook, insert_gate, inserted_gates, take_back_methods
-from lit_resinit.plan.states import BEFORE, unfold_state
+from lit_resinit.plan.states import BEFORE, take_down_plain_states, unfold_state
 from lit_resinit.plan.values import ResidualPlan
 from lit_resinit.words import together
 
@@ -67,6 +67,7 @@ def was_closed(model: nn.Module) -> bool:
 def forget_applied(model: nn.Module) -> None:
     """Remove every mark, so that the model is the plain one again; this process still knows that it was closed."""
     _folded.add(model)
+    take_down_plain_states(model)
     for module in model.modules():
         vars(module).pop(_MARK, None)
         take_back_methods(module)

@@ -193,3 +193,69 @@ def multiplied(weight: Tensor, value: float, gate: Tensor) -> Tensor:
 
 def _equal(left: Tensor, right: Tensor) -> bool:
     return bool(((left == right) | (left.isnan() & right.isnan())).all())
+
+
+# -------------------------------------------------------------------- outside of a training
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class PlainStates:
+    """State dict hook: whoever asks a module itself for its state dict gets the plain network's, but in a training.
+
+    One of these hangs on every module that has inserted scalars, or has them below it, so that it can be told to all
+    at once when a training begins and ends. A module that has the scalars loads such a state dict bit for bit.
+
+    Args:
+        active: Whether state dicts are folded now.
+    """
+
+    __module__ = "lit_resinit"  # a pickle names no room
+
+    active: bool = False
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Fold, in place, where this is the module that was asked."""
+        if not self.active or prefix:
+            return
+        folded, before = folded_state(module, state)
+        if before:
+            state.clear()
+            state.update(folded)
+            vars(state)["_metadata"] = vars(folded)["_metadata"]
+
+    def load(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *rest: Any) -> None:
+        """A part of the network takes such a state dict too."""
+        if not prefix:
+            unfold_state(module, state, metadata.get(BEFORE) or {}, ones=True)
+
+
+def hang_plain_states(model: nn.Module) -> PlainStates:
+    """The hook of a model, which is hung up where that was not done yet."""
+    for _, hook in _plain_states(model):
+        return hook
+    hook = PlainStates()
+    for module in model.modules():
+        if any(True for _ in _below(module)):
+            module._register_state_dict_hook(hook)
+            module.register_load_state_dict_pre_hook(hook.load)
+    return hook
+
+
+def take_down_plain_states(model: nn.Module) -> None:
+    """Remove the hook."""
+    for module, _ in list(_plain_states(model)):
+        hooks = module._state_dict_hooks
+        for key in [k for k, hook in hooks.items() if isinstance(hook, PlainStates)]:
+            del hooks[key]
+        loading = module._load_state_dict_pre_hooks
+        for key in [k for k, hook in loading.items() if isinstance(_owner(hook), PlainStates)]:
+            del loading[key]
+
+
+def _owner(hook: Any) -> Any:
+    return getattr(getattr(hook, "hook", hook), "__self__", None)
+
+
+def _plain_states(model: nn.Module) -> Iterator[tuple[nn.Module, PlainStates]]:
+    for module in model.modules():
+        yield from ((module, hook) for hook in module._state_dict_hooks.values() if isinstance(hook, PlainStates))

@@ -19,7 +19,7 @@ from lit_resinit.graph.tensors import is_sharded
 from lit_resinit.graph.where import clean_name
 from lit_resinit.plan.hooks import inserted_gates, lend_method, method_before
 from lit_resinit.plan.mark import is_inserted, mark_of
-from lit_resinit.plan.states import BEFORE, Folding, fold_state, folded_state, unfold_state
+from lit_resinit.plan.states import BEFORE, Folding, fold_state, folded_state, hang_plain_states, unfold_state
 from lit_resinit.words import together
 
 
@@ -29,12 +29,24 @@ def keep_plain(module: Any) -> None:
         return
     lend_method(module, on_save_checkpoint)
     lend_method(module, on_load_checkpoint)
+    hang_plain_states(module).active = False
+
+
+def end_training(module: Any) -> None:
+    """From now on the module's state dict is the plain network's too, for packages that save it themselves."""
+    if any(True for _ in inserted_gates(module)):
+        hang_plain_states(module).active = True
 
 
 def on_save_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
     """Fold first, so that the user's own hook meets the plain network, as it does without this package."""
     full = "callbacks" in checkpoint
     checkpoint["state_dict"], before = folded_state(self, checkpoint["state_dict"], keep=full)
+    notes = getattr(checkpoint["state_dict"], "_metadata", {})
+    if not before:  # after a training the module folds by itself
+        before = notes.get("", {}).get(BEFORE, {})
+        for note in notes.values() if not full else ():
+            note.update({BEFORE: {}} if BEFORE in note else {})
     state = state_of_ours(checkpoint)
     if state is not None and before:
         state[BEFORE] = before

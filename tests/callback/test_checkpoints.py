@@ -176,7 +176,7 @@ class Twice(Classifier):
 
 
 def end(module: nn.Module) -> dict[str, Tensor]:
-    return {n: v.clone() for n, v in module.state_dict().items()}
+    return {n: v.detach().clone() for n, v in (*module.named_parameters(), *module.named_buffers())}
 
 
 def differing(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
@@ -340,6 +340,62 @@ def test_a_copy_inside_the_module_folds_into_its_own_weights(tmp_path: Path) -> 
         plain.load_state_dict({n.removeprefix(f"{name}."): v for n, v in stored.items() if n.startswith(f"{name}.")})
         torch.testing.assert_close(plain(x), getattr(module, name)(x), rtol=1e-5, atol=1e-6)
     assert len(fold_(module)) == 4
+
+
+# -------------------------------------------------------------------- after a training
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_package_that_saves_the_state_dict_itself_saves_the_plain_network(stopped: bool, tmp_path: Path) -> None:
+    class Stop(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *rest: Any) -> None:
+            self.inside = list(pl_module.state_dict())
+            if stopped and trainer.global_step == 3:
+                raise KeyError("stopped")
+
+    module, x, stop = Classifier(stack(Plain), lr=0.1), torch.randn(3, WIDTH), Stop()
+    try:
+        trainer(tmp_path, ResidualInit(), stop).fit(module, data(WIDTH))
+    except KeyError:
+        assert stopped
+    assert set(GATES) <= {*stop.inside}  # who copies weights during a training gets all of them
+    torch.save(module.state_dict(), tmp_path / "own.pt")
+    torch.save(module.net.state_dict(), tmp_path / "part.pt")
+    plain = Classifier(stack(Plain))
+    plain.load_state_dict(torch.load(tmp_path / "own.pt", weights_only=True), strict=True)
+    torch.testing.assert_close(plain(x), module(x), rtol=1e-5, atol=1e-6)
+    part = stack(Plain)
+    part.load_state_dict(torch.load(tmp_path / "part.pt", weights_only=True), strict=True)
+    torch.testing.assert_close(part(x), module(x), rtol=1e-5, atol=1e-6)
+    before = end(module)
+    module.load_state_dict(copy.deepcopy(module.state_dict()))
+    assert not differing(end(module), before)
+    module.net.load_state_dict(torch.load(tmp_path / "part.pt", weights_only=True))
+    assert torch.allclose(module(x), plain(x), atol=1e-6)
+
+
+def test_copies_and_pickles_of_a_trained_module_save_the_plain_network_too(tmp_path: Path) -> None:
+    module = Classifier(stack(Plain), lr=0.1)
+    trainer(tmp_path, ResidualInit()).fit(module, data(WIDTH))
+    module.trainer = None
+    names = list(Classifier(stack(Plain)).state_dict())
+    for made in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert list(made.state_dict()) == names
+        assert not differing(end(made), end(module))
+
+
+def test_a_checkpoint_after_the_training_resumes_bit_for_bit(tmp_path: Path) -> None:
+    module = Classifier(stack(Plain), lr=0.1)
+    runner = trainer(tmp_path, ResidualInit())
+    runner.fit(module, data(WIDTH))
+    runner.save_checkpoint(tmp_path / "run.ckpt")
+    runner.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    found = torch.load(tmp_path / "weights.ckpt", weights_only=True)["state_dict"]
+    assert list(found) == list(Classifier(stack(Plain)).state_dict())
+    assert not any(note.get("before_folding") for note in found._metadata.values())  # half of the file
+    start = Start()
+    resume(Classifier(stack(Plain), lr=0.1), tmp_path / "run.ckpt", ResidualInit(), start)
+    assert not differing(start.weights, end(module))
 
 
 # -------------------------------------------------------------------- the callback's own state

@@ -25,7 +25,7 @@ class Everything(Classifier):
 
 
 def values(module: nn.Module) -> dict[str, Tensor]:
-    return {n: v.detach().clone() for n, v in module.state_dict().items()}
+    return {n: v.detach().clone() for n, v in (*module.named_parameters(), *module.named_buffers())}
 
 
 def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:

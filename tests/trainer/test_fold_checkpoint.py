@@ -37,7 +37,7 @@ def old_file(root: Path, module: Classifier) -> Path:
     runner.fit(module, data(WIDTH))
     runner.save_checkpoint(root / "in.ckpt")
     found = torch.load(root / "in.ckpt", weights_only=True)
-    found["state_dict"] = module.state_dict()
+    found["state_dict"] = {n: p.detach() for n, p in module.named_parameters(remove_duplicate=False)}
     found["callbacks"]["ResidualInit"].pop("before_folding")
     torch.save(found, root / "in.ckpt")
     return root / "in.ckpt"
