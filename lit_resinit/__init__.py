@@ -34,6 +34,8 @@ from lit_resinit.plan.mark import LoadHook as LoadHook
 from lit_resinit.plan.values import Branch, ResidualPlan
 from lit_resinit.plan.values import Stream as Stream
 from lit_resinit.watch.history import History
+from lit_resinit.watch.path import Attribution as Attribution
+from lit_resinit.watch.path import attribute
 from lit_resinit.watch.usefulness import measure_usefulness
 from lit_resinit.watch.watching import watch  # takes the package's name here; `from lit_resinit.watch import ...` stays
 
@@ -62,6 +64,7 @@ __all__ = [
     "TrainedWeightsError",
     "Trial",
     "apply_",
+    "attribute",
     "check_gradients",
     "check_identity",
     "fold_",

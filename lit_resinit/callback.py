@@ -35,7 +35,8 @@ from lit_resinit.trainer.setups import may_come_later, refuse_copies, refuse_sha
 from lit_resinit.trainer.steps import accumulates, agreement, is_due, will_skip, will_unfreeze
 from lit_resinit.watch.gates import gate_statistics
 from lit_resinit.watch.history import History
-from lit_resinit.watch.usefulness import Agreement, agreements, measure_usefulness
+from lit_resinit.watch.agreement import Agreement, agreements
+from lit_resinit.watch.usefulness import measure_usefulness
 from lit_resinit.watch.watching import Watching
 
 

@@ -38,7 +38,7 @@ def test_each_branch_has_the_numbers_of_its_own_element(shape: tuple[int, ...]) 
     assert gate.tolist() == ([0.5, -2.0, 0.0] if size == 1 else [0.5, 2.0, 0.0])
     assert largest.tolist() == [0.5, 2.0, 0.0]
     assert slope.tolist() == [3.0, 3.0, 3.0]
-    assert saliency.tolist() == [1.5 * size, 6.0 * size, 0.0]
+    assert saliency.tolist() == [1.5 * size, -6.0 * size, 0.0]
 
 
 def test_scales_in_one_parameter_are_recorded_in_a_run(tmp_path: Path) -> None:

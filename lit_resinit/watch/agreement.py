@@ -1,0 +1,170 @@
+"""What agrees with usefulness: rank correlations, what chance gives, and the reliability that bounds them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import torch
+from torch import Tensor
+
+from lit_resinit.watch.history import History
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Agreement:
+    """Spearman's rank correlation of something with usefulness, and what chance gives.
+
+    Args:
+        what: What was compared with usefulness.
+        correlation: From -1 to 1; NaN where it is not defined (fewer than three branches, or all values equal).
+        low: Lower end of the interval in which 95 of 100 random orders fall.
+        high: Its upper end.
+        branches: How many branches were compared.
+        reliability: Split-half reliability of the usefulness, from 0 to 1; NaN where it is not known.
+    """
+
+    what: str
+    correlation: float
+    low: float
+    high: float
+    branches: int
+    reliability: float = math.nan
+
+    @property
+    def beyond_chance(self) -> bool:
+        """Whether the correlation lies outside the interval of random orders."""
+        return not math.isnan(self.correlation) and not self.low <= self.correlation <= self.high
+
+    def __str__(self) -> str:
+        if math.isnan(self.correlation):
+            few = f"over {self.branches} branches (too few, or all equal)."
+            return f"usefulness and {self.what}: no rank correlation {few}"
+        if math.isnan(self.reliability):
+            return f"usefulness and {self.what}: no rank correlation, for the reliability of usefulness is not known."
+        verdict = "beyond chance" if self.beyond_chance else "not told from chance"
+        return (
+            f"usefulness and {self.what}: Spearman correlation {self.correlation:+.2f} over {self.branches} branches; "
+            f"random orders give {self.low:+.2f} to {self.high:+.2f} (95 %): {verdict}. Usefulness has a split-half "
+            f"reliability of {self.reliability:.2f}, so that about {math.sqrt(self.reliability):.2f} is the most."
+        )
+
+
+def split_half_reliability(by_batch: Tensor, splits: int = 64) -> float:
+    """How far the ranking of the branches is the same on other batches: from 0, chance, to 1.
+
+    The batches are cut in two in up to ``splits`` ways. Spearman's correlation ``r`` of the means over both halves,
+    averaged, is that of half the data; of all of them it is ``2 r / (1 + r)``.
+
+    Args:
+        by_batch: Usefulness of each batch, ``(batches, branches)``.
+        splits: Most ways of cutting; always the same ones.
+
+    Returns:
+        The reliability; NaN for fewer than two batches or three branches, or where nothing differs.
+
+    Example:
+        >>> split_half_reliability(torch.arange(12.0).repeat(4, 1))
+        1.0
+
+    Reference:
+        Spearman (1910), Correlation Calculated from Faulty Data; Brown (1910), Some Experimental Results in the
+        Correlation of Mental Abilities.
+    """
+    batches, branches = by_batch.shape
+    if batches < 2 or branches < 3 or not bool(by_batch.isfinite().all()):
+        return math.nan
+    halves = [(by_batch[left].mean(0), by_batch[right].mean(0)) for left, right in _halves(batches, splits)]
+    differing = [(x, y) for x, y in halves if bool((x != x[0]).any()) and bool((y != y[0]).any())]
+    if not differing:
+        return math.nan
+    r = float(_spearman(*(torch.stack(side, 1).double() for side in zip(*differing, strict=True))).mean())
+    return max(0.0, round(2 * r / (1 + r), 6)) if r > 0 else 0.0
+
+
+def _halves(count: int, most: int) -> list[tuple[list[int], list[int]]]:
+    """Ways to cut so many things in two, the first one always on the same side: all, or the same few at random."""
+    if math.comb(count - 1, (count - 1) // 2) <= most:
+        chosen = [[0, *rest] for rest in itertools.combinations(range(1, count), (count + 1) // 2 - 1)]
+    else:
+        generator = torch.Generator().manual_seed(0)
+        orders = [torch.randperm(count, generator=generator).tolist() for _ in range(most)]
+        chosen = [order[: count // 2] for order in orders]
+    return [(left, [i for i in range(count) if i not in left]) for left in chosen]
+
+
+def _spearman(x: Tensor, y: Tensor) -> Tensor:
+    """Spearman's correlation of each pair of columns."""
+    from torchmetrics.functional import spearman_corrcoef  # slow to import
+
+    return spearman_corrcoef(x.squeeze(1), y.squeeze(1))
+
+
+def rank_agreement(
+    what: str, values: Tensor, usefulness: Tensor, permutations: int = 1000, reliability: float = math.nan
+) -> Agreement:
+    """Compare the ranks of two rows of numbers, with the interval that random orders give.
+
+    Args:
+        what: What the values are, for the report.
+        values: ``(branches,)``; NaN leaves a branch out.
+        usefulness: ``(branches,)``; NaN leaves a branch out.
+        permutations: Number of random orders; always the same ones, and the global random state is not used.
+        reliability: What :func:`split_half_reliability` says of the usefulness.
+
+    Returns:
+        The correlation, and the 2.5 % and 97.5 % quantiles over the random orders.
+
+    Example:
+        >>> rank_agreement("x", torch.arange(8.0), torch.arange(8.0).square()).correlation
+        1.0
+    """
+    known = values.isfinite() & usefulness.isfinite()
+    x, y = values[known].double(), usefulness[known].double()
+    count = int(known.sum())
+    if count < 3 or bool((x == x[0]).all()) or bool((y == y[0]).all()):
+        return Agreement(what, math.nan, math.nan, math.nan, count, reliability)
+    generator = torch.Generator().manual_seed(0)
+    orders = torch.stack([torch.randperm(count, generator=generator) for _ in range(permutations)], dim=1)
+    by_chance = _spearman(x[orders], y[:, None].expand(-1, permutations).contiguous())
+    low, high = torch.quantile(by_chance, torch.tensor([0.025, 0.975], dtype=by_chance.dtype)).tolist()
+    found = round(float(_spearman(x[:, None], y[:, None])), 6)
+    return Agreement(what, found, low, high, count, reliability)
+
+
+def agreements(
+    history: History,
+    usefulness: dict[str, float],
+    attribution: dict[str, float] | None = None,
+    reliability: float = math.nan,
+) -> tuple[Agreement, ...]:
+    """How usefulness agrees with early switching on, with the first-order estimate, and with the gate path.
+
+    Args:
+        history: The history of the run; branches that never switched on share the last rank.
+        usefulness: What :func:`measure_usefulness` returned.
+        attribution: What :func:`attribute` returned on the same data, where it was measured.
+        reliability: What :func:`split_half_reliability` says of the usefulness; without it nothing is told.
+
+    Returns:
+        (early switching on, size of the first-order estimate over the last ten records against the size of the
+        usefulness, attribution).
+
+    Example:
+        >>> early, _ = agreements(History(["a"]), {"a": 0.1})
+        >>> str(early)
+        'usefulness and early switching on: no rank correlation over 1 branches (too few, or all equal).'
+    """
+    names = history.branches
+    order = {name: place for place, name in enumerate(history.order())}
+    early = torch.tensor([-float(order.get(name, len(order))) for name in names])
+    found = torch.tensor([usefulness.get(name, math.nan) for name in names])
+    compared = [
+        ("early switching on", early, found),
+        ("its first-order estimate", history.mean_saliency(), found.abs()),
+    ]
+    if attribution is not None:
+        path = torch.tensor([attribution.get(name, math.nan) for name in names])
+        compared.append(("the gate path", path, found))
+    return tuple(rank_agreement(what, x, y, reliability=reliability) for what, x, y in compared)
