@@ -19,7 +19,7 @@ class _Recomputed:
 
 @contextlib.contextmanager
 def passable_checkpoints() -> Iterator[None]:
-    """Inside, ``checkpoint(..., use_reentrant=True)`` recomputes as ``use_reentrant=False`` does, in as little memory."""
+    """Inside, ``checkpoint(..., use_reentrant=True)`` recomputes as ``use_reentrant=False`` does."""
     before = library.CheckpointFunction
     library.CheckpointFunction = _Recomputed  # type: ignore[misc, assignment]
     try:

@@ -22,6 +22,7 @@ from lit_resinit.judge.identity import IdentityReport
 from lit_resinit.judge.verdicts import ALARMS, GradientReport
 from lit_resinit.plan.values import ResidualPlan
 from lit_resinit.report.files import replace_file
+from lit_resinit.watch.conclusion import Conclusion
 from lit_resinit.watch.history import History
 
 _CELLS = 60_000  # of each quantity in the heat map; more than a screen can show
@@ -37,6 +38,8 @@ _COLUMNS = (  # key, heading, whether it is text
     ("ratio", "variance ratio", False),
     ("g", "largest |g|", False),
     ("use", "usefulness", False),
+    ("error", "± standard error", False),
+    ("path", "attribution", False),
     ("status", "gradient", True),
     ("woke", "woke after", False),
     ("kind", "kind", True),
@@ -55,6 +58,7 @@ def about_run(
     woke: dict[str, int] | None = None,
     usefulness: dict[str, float] | None = None,
     agreement: str = "",
+    conclusion: Conclusion | None = None,
 ) -> dict[str, Any]:
     """Plan, verdicts, waking steps and usefulness in plain types, as the page shows and a checkpoint keeps them.
 
@@ -65,10 +69,13 @@ def about_run(
         woke: Gate parameter to the number of optimizer steps it slept.
         usefulness: What :func:`lit_resinit.measure_usefulness` found.
         agreement: A sentence on how usefulness agrees with the order of switching on.
+        conclusion: What was found at the end of the run, in place of both.
 
     Returns:
         A dictionary that goes through JSON.
     """
+    if conclusion is not None:
+        usefulness, agreement = conclusion.ablation.means, " ".join(str(conclusion).splitlines())
     gates = gradients.gates if gradients is not None else {}
     about: dict[str, Any] = {
         "plan": "" if plan is None else str(plan),
@@ -76,6 +83,8 @@ def about_run(
         "verdicts": {},
         "start": _start(identity),
         "usefulness": usefulness,
+        "errors": None if conclusion is None else conclusion.ablation.errors,
+        "path": None if conclusion is None else dict(conclusion.path),
         "agreement": agreement,
     }
     for branch in () if plan is None else plan.branches:
@@ -303,7 +312,8 @@ def page_data(history: History, about: dict[str, Any], state: str = "") -> dict[
 
 def _branches(history: History, about: dict[str, Any]) -> list[dict[str, Any]]:
     order = {name: i + 1 for i, name in enumerate(history.order())}
-    on, use = history.switched_on(), about["usefulness"] or {}
+    on, use, errors = history.switched_on(), about["usefulness"] or {}, about.get("errors") or {}
+    path = about.get("path") or _newest_attribution(history)
     unknown = torch.full((len(history.branches),), math.nan)
     g, ratio = (_plain(history.newest(q) if len(history) else unknown) for q in ("gate_max", "variance_ratio"))
     empty = {"skip": "", "action": "", "kind": "", "gate": "", "status": "", "woke": None}
@@ -317,9 +327,16 @@ def _branches(history: History, about: dict[str, Any]) -> list[dict[str, Any]]:
             "on": on[name],
             "order": order.get(name),
             "use": _digits(use[name]) if name in use else None,
+            "error": _digits(errors[name]) if name in errors else None,
+            "path": _digits(path[name]) if name in path else None,
         }
         for depth, name in enumerate(history.branches)
     ]
+
+
+def _newest_attribution(history: History) -> dict[str, float]:
+    found = history.attributions
+    return dict(zip(history.branches, found.values[-1].tolist(), strict=True)) if len(found) else {}
 
 
 def _tiles(history: History, about: dict[str, Any], on: int) -> list[list[str]]:

@@ -10,7 +10,7 @@ import torch
 from lit_resinit.report.figures import activation_figure, takes_figures
 from lit_resinit.trainer.steps import step_index
 from lit_resinit.watch.history import History
-from lit_resinit.watch.logs import metrics
+from lit_resinit.watch.logs import attribution_metrics, metrics
 
 
 def send_record(trainer: Any, history: History, per_branch: bool | None, *, to_loggers: bool) -> dict[str, float]:
@@ -25,6 +25,13 @@ def send_record(trainer: Any, history: History, per_branch: bool | None, *, to_l
     for logger in trainer.loggers if to_loggers else ():
         logger.log_metrics(values, step=step_index(trainer))
     return values
+
+
+def send_attribution(trainer: Any, history: History, per_branch: bool | None) -> None:
+    """The newest measurement along the gate path, to each logger."""
+    values = attribution_metrics(history, per_branch)
+    for logger in trainer.loggers:
+        logger.log_metrics(values, step=step_index(trainer))
 
 
 def show_progress(trainer: Any, module: Any, history: History, values: dict[str, float]) -> None:

@@ -51,15 +51,14 @@ class Agreement:
         )
 
 
-def split_half_reliability(by_batch: Tensor, splits: int = 64) -> float:
+def split_half_reliability(by_batch: Tensor) -> float:
     """How far the ranking of the branches is the same on other batches: from 0, chance, to 1.
 
-    The batches are cut in two in up to ``splits`` ways. Spearman's correlation ``r`` of the means over both halves,
-    averaged, is that of half the data; of all of them it is ``2 r / (1 + r)``.
+    The batches are cut in two in up to 64 ways. Spearman's correlation ``r`` of the means over both halves, averaged,
+    is that of half the data; of all of them it is ``2 r / (1 + r)``.
 
     Args:
         by_batch: Usefulness of each batch, ``(batches, branches)``.
-        splits: Most ways of cutting; always the same ones.
 
     Returns:
         The reliability; NaN for fewer than two batches or three branches, or where nothing differs.
@@ -72,18 +71,42 @@ def split_half_reliability(by_batch: Tensor, splits: int = 64) -> float:
         Spearman (1910), Correlation Calculated from Faulty Data; Brown (1910), Some Experimental Results in the
         Correlation of Mental Abilities.
     """
-    batches, branches = by_batch.shape
-    if batches < 2 or branches < 3 or not bool(by_batch.isfinite().all()):
+    r = _across_halves(by_batch, by_batch)
+    return r if math.isnan(r) else round(2 * max(0.0, r) / (1 + max(0.0, r)), 6)
+
+
+def halves_agreement(what: str, values: Tensor, usefulness: Tensor) -> Agreement:
+    """Compare ranks on different batches, since on the same ones both quantities share what is chance in the data.
+
+    Args:
+        what: What the values are, for the report.
+        values: Of each batch, ``(batches, branches)``.
+        usefulness: Of the same batches, likewise.
+
+    Returns:
+        Spearman's correlation of the one on half of the batches with the other on the other half, averaged over the
+        ways to cut them; the reliability beside it is that of half the batches too.
+    """
+    chance = rank_agreement(what, values.mean(0), usefulness.mean(0))
+    reliability = _across_halves(usefulness, usefulness)
+    return dataclasses.replace(
+        chance, correlation=_across_halves(values, usefulness), reliability=max(0.0, reliability)
+    )
+
+
+def _across_halves(x: Tensor, y: Tensor) -> float:
+    """Spearman's correlation of the means of ``x`` over half of the batches with those of ``y`` over the others."""
+    batches, branches = x.shape
+    if batches < 2 or branches < 3 or not bool((x + y).isfinite().all()):
         return math.nan
-    halves = [(by_batch[left].mean(0), by_batch[right].mean(0)) for left, right in _halves(batches, splits)]
-    differing = [(x, y) for x, y in halves if bool((x != x[0]).any()) and bool((y != y[0]).any())]
+    halves = [(x[left].mean(0), y[right].mean(0)) for left, right in _halves(batches)]
+    differing = [(a, b) for a, b in halves if bool((a != a[0]).any()) and bool((b != b[0]).any())]
     if not differing:
         return math.nan
-    r = float(_spearman(*(torch.stack(side, 1).double() for side in zip(*differing, strict=True))).mean())
-    return max(0.0, round(2 * r / (1 + r), 6)) if r > 0 else 0.0
+    return float(_spearman(*(torch.stack(side, 1).double() for side in zip(*differing, strict=True))).mean())
 
 
-def _halves(count: int, most: int) -> list[tuple[list[int], list[int]]]:
+def _halves(count: int, most: int = 64) -> list[tuple[list[int], list[int]]]:
     """Ways to cut so many things in two, the first one always on the same side: all, or the same few at random."""
     if math.comb(count - 1, (count - 1) // 2) <= most:
         chosen = [[0, *rest] for rest in itertools.combinations(range(1, count), (count + 1) // 2 - 1)]
@@ -91,7 +114,8 @@ def _halves(count: int, most: int) -> list[tuple[list[int], list[int]]]:
         generator = torch.Generator().manual_seed(0)
         orders = [torch.randperm(count, generator=generator).tolist() for _ in range(most)]
         chosen = [order[: count // 2] for order in orders]
-    return [(left, [i for i in range(count) if i not in left]) for left in chosen]
+    halves = [(left, [i for i in range(count) if i not in left]) for left in chosen]
+    return [*halves, *((right, left) for left, right in halves)]
 
 
 def _spearman(x: Tensor, y: Tensor) -> Tensor:
@@ -134,22 +158,18 @@ def rank_agreement(
 
 
 def agreements(
-    history: History,
-    usefulness: dict[str, float],
-    attribution: dict[str, float] | None = None,
-    reliability: float = math.nan,
-) -> tuple[Agreement, ...]:
-    """How usefulness agrees with early switching on, with the first-order estimate, and with the gate path.
+    history: History, usefulness: dict[str, float], reliability: float = math.nan
+) -> tuple[Agreement, Agreement]:
+    """How usefulness agrees with early switching on, and with the first-order estimate.
 
     Args:
         history: The history of the run; branches that never switched on share the last rank.
         usefulness: What :func:`measure_usefulness` returned.
-        attribution: What :func:`attribute` returned on the same data, where it was measured.
-        reliability: What :func:`split_half_reliability` says of the usefulness; without it nothing is told.
+        reliability: What :func:`split_half_reliability` says of it; without it nothing is told.
 
     Returns:
-        (early switching on, size of the first-order estimate over the last ten records against the size of the
-        usefulness, attribution).
+        (early switching on, mean size of the first-order estimate over the last ten records against the size of the
+        usefulness).
 
     Example:
         >>> early, _ = agreements(History(["a"]), {"a": 0.1})
@@ -160,11 +180,7 @@ def agreements(
     order = {name: place for place, name in enumerate(history.order())}
     early = torch.tensor([-float(order.get(name, len(order))) for name in names])
     found = torch.tensor([usefulness.get(name, math.nan) for name in names])
-    compared = [
-        ("early switching on", early, found),
-        ("its first-order estimate", history.mean_saliency(), found.abs()),
-    ]
-    if attribution is not None:
-        path = torch.tensor([attribution.get(name, math.nan) for name in names])
-        compared.append(("the gate path", path, found))
-    return tuple(rank_agreement(what, x, y, reliability=reliability) for what, x, y in compared)
+    return (
+        rank_agreement("early switching on", early, found, reliability=reliability),
+        rank_agreement("its first-order estimate", history.mean_saliency(), found.abs(), reliability=reliability),
+    )

@@ -19,8 +19,8 @@ def gate_statistics(model: nn.Module, plan: ResidualPlan) -> Tensor:
     """Gate (signed for a scalar, else root mean square), largest ``|gate|``, gradient RMS and saliency.
 
     A gate is measured as its distance from the closing value, so that a closed gate is zero. The saliency is
-    ``sum g dL/dg + sum b dL/db``, ``b`` being what is added after the gate and closed with it: the product of the branch
-    with the error that arrives at it, exactly, where the gate is a norm, a scale or a last layer.
+    ``sum g dL/dg + sum b dL/db``, ``b`` being what is added after the gate and closed with it: exactly the product of
+    the branch with the error that arrives there, where the gate is a norm, a scale or a last layer.
 
     Returns:
         ``(4, branches)``, float32, on the device; NaN where a branch has no gate or a gate no gradient.
@@ -72,7 +72,7 @@ def _statistics_of(
 def _bias_products(
     plan: ResidualPlan, parameters: dict[str, tuple[Tensor, Tensor | None]], device: torch.device
 ) -> Tensor:
-    """``sum b dL/db`` over what is closed with the gates of each branch, ``(branches,)``; tensors alike are one row each.
+    """``sum b dL/db`` over what is closed with the gates of each branch, ``(branches,)``; tensors alike are one tensor.
 
     Without a gradient a bias of zero contributes nothing, and another one an unknown number.
     """

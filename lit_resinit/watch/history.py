@@ -131,6 +131,18 @@ class History:
         """The last record of one quantity, ``(branches,)``."""
         return self._rows[-1][1][QUANTITIES.index(quantity)]
 
+    def attribute(self, step: int, values: Mapping[str, float], loss: float, joint: float) -> None:
+        """Add what was measured along the gate path.
+
+        Args:
+            step: Optimizer steps done.
+            values: Branch name to attribution, as :func:`lit_resinit.attribute` returns it.
+            loss: Loss on the data of the measurement.
+            joint: Loss with all gates closed, minus the loss.
+        """
+        row = torch.tensor([values.get(name, math.nan) for name in self.branches])
+        self.attributions.append(step, row, loss, joint)
+
     def mean_saliency(self, records: int = 10) -> Tensor:
         """Mean absolute saliency of each branch over the last records, ``(branches,)``: one batch alone is noise.
 

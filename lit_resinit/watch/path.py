@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -42,13 +42,19 @@ class Attribution(dict[str, float]):
 
 
 def attribute(
-    model: nn.Module, plan: ResidualPlan, batches: Iterable[Any], loss_fn: LossFunction, *, scale: float = 1.0
+    model: nn.Module,
+    plan: ResidualPlan,
+    batches: Iterable[Any],
+    loss_fn: LossFunction,
+    *,
+    points: Literal[3, 5] | None = None,
+    scale: float = 1.0,
 ) -> Attribution:
     """Measure what each branch takes off the loss, all at once: integrated gradients along the gates.
 
     All gates go together from their closing value ``c`` to their value ``g``, at ``c + a (g - c)``, and what is closed
-    with them at ``a b``. A branch gets ``- sum_k w_k sum ((g - c) dL/dg + b dL/db)`` over the points ``a_k = 0, 1/2, 1``
-    with Simpson's weights ``1/6, 4/6, 1/6``. In the limit of many points the branches add up to the joint effect, the
+    with them at ``a b``. A branch gets ``- sum_k w_k sum ((g - c) dL/dg + b dL/db)``, over ``a = 0, 1/2, 1`` with
+    Simpson's weights ``1/6, 4/6, 1/6``. In the limit of many points the branches add up to the joint effect, the
     loss with all gates closed minus the loss. Where three points miss that by more than 20 %, two more are taken; where
     the closed network has no finite loss or gradient, the midpoints ``1/6, 1/2, 5/6`` are.
 
@@ -58,6 +64,7 @@ def attribute(
         batches: A few batches, best of data held out.
         loss_fn: ``loss_fn(model, batch)``, or ``loss_fn(output)`` for the output of ``model(*batch)``; a mean over the
             batch.
+        points: How many points are taken, where the closed network has a finite loss; as many as needed when None.
         scale: Factor on the loss before the backward pass, as a gradient scaler has it, for float16.
 
     Returns:
@@ -88,7 +95,7 @@ def attribute(
     with evaluating(model), torch.enable_grad(), passable_checkpoints():
         path = _Path(model, plan, batches, loss_fn, scale)
         try:
-            return path.follow()
+            return path.follow(points)
         finally:
             path.go_back()
 
@@ -125,8 +132,8 @@ class _Path:
         for parameter in self._moving.values():
             parameter.requires_grad_(True)
 
-    def follow(self) -> Attribution:
-        """Take as many points as it needs."""
+    def follow(self, points: int | None) -> Attribution:
+        """Take so many points, or as many as it needs."""
         if not any(bool(way.any()) for way in self._way.values()):  # everything is closed
             (rows,) = self._at([1.0])
             nothing = torch.zeros(len(rows), len(self._names))
@@ -137,7 +144,7 @@ class _Path:
         weights = SIMPSON
         if not bool(rows[0.0].isfinite().all()):
             weights = MIDPOINTS
-        elif abs(float(_weighted(weights, rows).mean(0).sum()) - joint) > OFF * abs(joint):
+        elif points == 5 or (points is None and _is_off(_weighted(weights, rows), joint)):
             weights = FIVE
         more = [a for a in weights if a not in rows]
         if more:
@@ -188,6 +195,11 @@ class _Path:
             grad, way = (grad, way) if index is None else (grad[index], way[index])
             sums.append((_wide(grad) * way).sum().to(device, torch.float32))
         return torch.cat([value, torch.stack(sums) / self._scale]) if sums else value
+
+
+def _is_off(by_batch: Tensor, joint: float) -> bool:
+    """Whether the sum over the branches misses the joint effect."""
+    return abs(float(by_batch.mean(0).sum()) - joint) > OFF * abs(joint)
 
 
 def _wide(tensor: Tensor) -> Tensor:
