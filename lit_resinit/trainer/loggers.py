@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from lit_resinit.report.figures import activation_figure, takes_figures
+from lit_resinit.report.attribution import run_figure
+from lit_resinit.report.figures import takes_figures
 from lit_resinit.trainer.steps import step_index
 from lit_resinit.watch.history import History
 from lit_resinit.watch.logs import attribution_metrics, metrics
@@ -51,7 +52,7 @@ def send_figure(trainer: Any, history: History) -> bool:
     takers = [send for logger in trainer.loggers if (send := takes_figures(logger)) is not None]
     if not takers or importlib.util.find_spec("matplotlib") is None:
         return False
-    figure = activation_figure(history)
+    figure = run_figure(history)
     for send in takers:
         send("resinit/blocks", figure, step_index(trainer))
     return True
