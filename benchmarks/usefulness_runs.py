@@ -22,7 +22,7 @@ from lit_resinit.watch.losses import evaluating, parameters_of
 from lit_resinit.watch.usefulness import ablate
 
 BATCH, HELD, TRUTH = 64, 240, 240  # samples: of a step, for the methods, for the truth
-WIDTH, CONTEXT = 32, 32
+WIDTH, CONTEXT = 32, 16
 Batch = tuple[Tensor, Tensor]
 
 
@@ -81,7 +81,7 @@ class Language(nn.Module):
     def __init__(self, layers: int, characters: int) -> None:
         super().__init__()
         self.token, self.place = nn.Embedding(characters, WIDTH), nn.Parameter(0.02 * torch.randn(CONTEXT, WIDTH))
-        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True)
         self.body = nn.TransformerEncoder(layer, layers, nn.LayerNorm(WIDTH), enable_nested_tensor=False)
         for own in self.body.layers:  # copies of one layer start equal
             for module in own.modules():
@@ -175,7 +175,7 @@ SETTINGS = (
     *(Setting("MLP 12", o, r, 400) for o, r in (("SGD", 0.1), ("momentum", 0.02), ("AdamW", 1e-3))),
     *(Setting("MLP 24", o, r, 400) for o, r in (("SGD", 0.05), ("momentum", 0.01), ("AdamW", 1e-3))),
     *(Setting("ResNet 8", o, r, 300) for o, r in (("SGD", 0.1), ("momentum", 0.02), ("AdamW", 2e-3))),
-    *(Setting("Language 10", o, r, 400) for o, r in (("SGD", 0.3), ("momentum", 0.05), ("AdamW", 2e-3))),
+    *(Setting("Language 8", o, r, 400) for o, r in (("SGD", 0.3), ("momentum", 0.05), ("AdamW", 2e-3))),
     Setting("MLP 12", "SGD", 0.01, 1000, note=", a tenth of the rate"),
     Setting("MLP 12", "AdamW", 1e-3, 400, warm_up=200, note=", warm-up"),
 )

@@ -382,7 +382,8 @@ class ResidualInit(Callback):
 
     def _conclude(self, trainer: Any, pl_module: nn.Module, plan: ResidualPlan, now: Tensor) -> None:
         """Table, agreements, gates that hardly moved, picture."""
-        Console().print(history_table(plan, self.history, gate_max=now[1], step=trainer.global_step))
+        ablation = None if self.conclusion is None else self.conclusion.ablation
+        Console().print(history_table(plan, self.history, gate_max=now[1], step=trainer.global_step, ablation=ablation))
         if self.conclusion is not None:
             Console().print(str(self.conclusion), highlight=False)
         moved, records = self.history.movement(now[0], now[1]), len(self.history)

@@ -57,7 +57,7 @@ def _is_random_access(loader: Any) -> bool:
 def _drawn(loader: Any, most: int, samples: int, parts: int, rank: int) -> list[Any]:
     dataset, collate = loader.dataset, loader.collate_fn
     length = len(dataset)
-    size = max(1, min(loader.batch_size or 1, samples // parts, length if parts == 1 else length // 4))
+    size = max(1, min(loader.batch_size or 1, samples // parts, max(2, length // parts), length))
     count = min(most, samples // size, length // size)
     chosen = random.Random(rank).sample(range(length), size * count)
     kept = Kept(loader, apart=(), data=True)
