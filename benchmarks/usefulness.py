@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[Row]]:
     parser.add_argument("--permutations", type=int, default=12, help="orders of opening for a Shapley value")
     parser.add_argument("--out", type=Path, default=RESULTS / "usefulness.txt", help="where to write")
     options = parser.parse_args(argv)
-    started = time.perf_counter()
+    started = time.process_time()
     chosen = (SETTINGS[0], SETTINGS[8]) if options.small else SETTINGS
     seeds, orders = (range(1), 2) if options.small else (range(options.seeds), options.permutations)
     trainings: Trainings = {}
@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[Row]]:
             stages, _ = train(setting, seed, orders, steps=30 if options.small else None)
             trainings[setting, seed] = {s.name: s for s in stages}
     tables = {"quantities": by_quantity(trainings), "settings": by_setting(trainings), "closing": by_closing(trainings)}
-    publish(_text(trainings, tables, orders, time.perf_counter() - started), None if options.small else options.out)
+    publish(_text(trainings, tables, orders, time.process_time() - started), None if options.small else options.out)
     return tables
 
 
@@ -143,7 +143,7 @@ def _text(trainings: Trainings, tables: dict[str, list[Row]], orders: int, secon
         [
             origin("scikit-learn"),
             "",
-            f"{len(trainings)} trainings from closed gates, {seconds / 60:.0f} minutes; the number is that of "
+            f"{len(trainings)} trainings from closed gates, {seconds / 60:.0f} minutes of one core; the number is that of "
             "the branches.",
             f"Digits for MLP and ResNet, Python's language reference for the language model. {settings}.",
             f"Shapley values over {orders} orders. Medians over the trainings; random rankings give a median of "

@@ -85,7 +85,7 @@ def about_run(
         "start": _start(identity),
         "usefulness": usefulness,
         "errors": None if conclusion is None else conclusion.ablation.errors,
-        "path": None if conclusion is None else dict(conclusion.path),
+        "path": None if conclusion is None or conclusion.path is None else dict(conclusion.path),
         "agreement": agreement,
     }
     for branch in () if plan is None else plan.branches:

@@ -81,15 +81,19 @@ class RunUsefulness:
         """Close each branch in turn, and follow the gate path on the same data."""
         self.now(trainer, module)
 
-        def both(data: list[Any], loss_fn: LossFunction) -> tuple[Attribution, Ablation]:
-            path = self._path(trainer, module, data, loss_fn)
-            return path, ablate(module, self._plan, data, loss_fn, progress=progress)
+        def both(data: list[Any], loss_fn: LossFunction) -> tuple[Ablation, Attribution | None]:
+            ablation = ablate(module, self._plan, data, loss_fn, progress=progress)
+            try:
+                return ablation, self._path(trainer, module, data, loss_fn)
+            except Exception as error:  # a loss, but no gradient
+                self._tell(error)
+                return ablation, None
 
         found = self._measured(trainer, module, self._fresh, both)
         if found is None:
             return None
-        (path, ablation), kind = found
-        if not self._during:
+        (ablation, path), kind = found
+        if path is not None and not self._during:
             self._add(int(trainer.global_step), path)
         count = len(ablation.losses)
         data = f"{count} {kind} batch{'' if count == 1 else 'es'}"
@@ -151,7 +155,8 @@ class RunUsefulness:
         if self._trouble is None:
             warn(
                 "measuring the usefulness of the branches: expected a loss of the training step on validation or "
-                f"training data, found {type(trouble).__name__}: {trouble}. It is not measured; the training goes on. "
+                f"training data, with a gradient, found {type(trouble).__name__}: {trouble}. What needs it is not "
+                "measured; the training goes on. "
                 "`lit_resinit.attribute` and `measure_usefulness` take a loss of your own."
             )
         self._trouble = trouble

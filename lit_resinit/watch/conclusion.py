@@ -17,14 +17,14 @@ class Conclusion:
 
     Args:
         ablation: Each branch closed in turn.
-        path: All branches at once, by the gate path.
+        path: All branches at once, by the gate path; None where the loss has no gradient.
         reliability: Split-half reliability of the ablation's ranking; NaN where it is not known.
         agreements: How the ablation agrees with other quantities.
         data: What it was measured on, for people.
     """
 
     ablation: Ablation
-    path: Attribution
+    path: Attribution | None
     reliability: float
     agreements: tuple[Agreement, ...]
     data: str
@@ -32,18 +32,23 @@ class Conclusion:
     @property
     def share(self) -> float:
         """Sum of the ablations over the joint effect: near 0 where blocks replace one another."""
-        joint = self.path.joint
+        joint = self.ablation.joint
         return math.fsum(self.ablation.means.values()) / joint if math.isfinite(joint) and joint else math.nan
 
     def __str__(self) -> str:
         reliable = "is not known" if math.isnan(self.reliability) else f"is {self.reliability:.2f}"
+        loss = float(self.ablation.losses.mean())
         lines = [
-            f"usefulness on {self.data}: the loss is {self.path.loss:.4g}; closing all gates changes it by "
-            f"{self.path.joint:+.3g}. {self._by_closing()} The gate path adds up to {self.path.total:+.3g} on "
-            f"{self.path.points} points.",
+            f"usefulness on {self.data}: the loss is {loss:.4g}; closing all gates changes it by "
+            f"{self.ablation.joint:+.3g}. {self._by_closing()}{self._by_path()}",
             f"usefulness: the split-half reliability of the ranking by closing {reliable}.",
         ]
         return "\n".join([*lines, *map(str, self.agreements)])
+
+    def _by_path(self) -> str:
+        if self.path is None:
+            return ""
+        return f" The gate path adds up to {self.path.total:+.3g} on {self.path.points} points."
 
     def _by_closing(self) -> str:
         total = math.fsum(self.ablation.means.values())
@@ -55,16 +60,18 @@ class Conclusion:
         )
 
 
-def conclude(history: History, ablation: Ablation, path: Attribution, data: str) -> Conclusion:
+def conclude(history: History, ablation: Ablation, path: Attribution | None, data: str) -> Conclusion:
     """Set ablation and gate path side by side.
 
     Args:
         history: The history of the run.
         ablation: What :func:`ablate` returned.
-        path: What :func:`attribute` returned for the same batches.
+        path: What :func:`attribute` returned for the same batches, where it could.
         data: What these are, for people.
     """
     reliability = split_half_reliability(ablation.by_batch)
-    order, estimate = agreements(history, ablation.means, reliability)
-    other = halves_agreement("the gate path on the other half of the batches", path.by_batch, ablation.by_batch)
-    return Conclusion(ablation, path, reliability, (order, estimate, other), data)
+    found: tuple[Agreement, ...] = agreements(history, ablation.means, reliability)
+    if path is not None:
+        what = "the gate path on the other half of the batches"
+        found += (halves_agreement(what, path.by_batch, ablation.by_batch),)
+    return Conclusion(ablation, path, reliability, found, data)

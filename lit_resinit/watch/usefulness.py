@@ -49,7 +49,7 @@ def measure_usefulness(
         >>> sorted(measure_usefulness(model, plan, [x], lambda out: out.square().mean()))
         ['layers.0.linear2', 'layers.0.self_attn']
     """
-    return ablate(model, plan, batches, loss_fn, progress=progress, joined=False).means
+    return ablate(model, plan, batches, loss_fn, progress=progress, joined=False, joint=False).means
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -60,11 +60,13 @@ class Ablation:
         names: Names of the branches that were closed, one at a time.
         losses: The loss of each batch with nothing closed, ``(batches,)``.
         by_batch: The loss with the branch closed, minus that, ``(batches, branches)``.
+        joint: The loss with all of them closed at once, minus the loss; NaN where that was not measured.
     """
 
     names: tuple[str, ...]
     losses: Tensor
     by_batch: Tensor
+    joint: float = math.nan
 
     @property
     def means(self) -> dict[str, float]:
@@ -87,6 +89,7 @@ def ablate(
     *,
     progress: bool = False,
     joined: bool = True,
+    joint: bool = True,
 ) -> Ablation:
     """Close every branch in turn, as :func:`measure_usefulness` does, and keep what each batch said.
 
@@ -97,22 +100,24 @@ def ablate(
         loss_fn: As there.
         progress: Whether a terminal shows a bar.
         joined: Whether the batches of all ranks of ``torch.distributed`` count, which all have to come here then.
+        joint: Whether all of them are closed at once too.
     """
     parameters = parameters_of(model)
     branches, losses = gated(plan, parameters), Losses(model, batches, loss_fn)
 
     def measured() -> Tensor:
-        rows = [torch.stack(losses.each(_value))]
-        advance()
-        for branch in branches:
-            with _closed(branch, parameters):
+        rows = []
+        for closed in sets:
+            with _closed(closed, parameters):
                 rows.append(torch.stack(losses.each(_value)))
             advance()
         return torch.stack(rows, 1).cpu().double()
 
-    with evaluating(model), torch.no_grad(), _bar(len(branches) + 1, progress) as advance:
+    sets = [[], *([branches] if joint else []), *([branch] for branch in branches)]
+    with evaluating(model), torch.no_grad(), _bar(len(sets), progress) as advance:
         table = of_all_ranks(measured, 0) if joined else measured()
-    return Ablation(tuple(b.name for b in branches), table[:, 0], table[:, 1:] - table[:, :1])
+    whole, all_closed = table[:, 0], float((table[:, 1] - table[:, 0]).mean()) if joint else math.nan
+    return Ablation(tuple(b.name for b in branches), whole, table[:, 1 + joint :] - whole[:, None], all_closed)
 
 
 def _value(loss: Tensor) -> Tensor:
@@ -129,11 +134,12 @@ def _bar(total: int, progress: bool) -> Iterator[Callable[[], None]]:
 
 
 @contextlib.contextmanager
-def _closed(branch: Branch, parameters: dict[str, nn.Parameter]) -> Iterator[None]:
-    names = dict.fromkeys(n for g in branch.gates for n in (g.parameter, *g.biases))
+def _closed(branches: list[Branch], parameters: dict[str, nn.Parameter]) -> Iterator[None]:
+    gates = [g for b in branches for g in b.gates]
+    names = dict.fromkeys(n for g in gates for n in (g.parameter, *g.biases))
     before = {n: parameters[n].detach().clone() for n in names}
     try:
-        for gate in branch.gates:
+        for gate in gates:
             gate.close_(parameters)
         yield
     finally:

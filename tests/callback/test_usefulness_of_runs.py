@@ -205,6 +205,24 @@ def test_a_step_without_a_loss_is_told_once_and_trains_on(usefulness: Any, tmp_p
     assert ours.usefulness is None
 
 
+class WithoutGradient(Classifier):
+    """Turns gradients off where it does not train."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(self.training and torch.is_grad_enabled()):
+            return self.net(x)
+
+
+def test_a_loss_without_gradient_is_told_and_closed_branches_measured(tmp_path: Path) -> None:
+    with pytest.warns(ResInitWarning, match="with a gradient, found ResInitError") as caught:
+        ours = run(tmp_path, WithoutGradient(stack(Scaled), lr=0.3))
+    assert sum("usefulness of the branches" in str(w.message) for w in caught) == 1
+    assert len(ours.history.attributions) == 0
+    assert set(ours.usefulness) == {"net.0", "net.1"}
+    assert ours.conclusion.path is None
+    assert ours.conclusion.share != 0.0
+
+
 VALIDATION = {
     "a list of loaders": [held(), held()],
     "several named": {"one": held(), "two": held()},
@@ -343,7 +361,7 @@ def test_loggers_table_and_page_have_it(
     assert " ".join(str(ours.conclusion).split()) in joined
     page = (tmp_path / "run.html").read_text()
     assert '"attribution":{"steps":[1,' in page
-    assert "± standard error" in page
+    assert "standard error" in page
 
 
 def test_the_picture_of_a_run_has_four_panels(tmp_path: Path) -> None:

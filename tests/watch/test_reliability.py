@@ -70,14 +70,15 @@ def test_many_batches_are_cut_in_some_ways_only() -> None:
 # -------------------------------------------------------------------- the conclusion
 
 
-def concluded(joint: float, batches: int = 8) -> Conclusion:
+def concluded(joint: float, batches: int = 8, with_path: bool = True) -> Conclusion:
     names = tuple(f"b{i}" for i in range(6))
     useful = rows(batches, 6, 0.05)
     history = History(names)
     for step in range(3):
         history.append(step, torch.arange(6.0).expand(4, -1), torch.ones(6), 0.1 * torch.arange(6.0))
     path = Attribution(names, 2.0 * useful.double(), loss=0.5, joint=joint, points=3)
-    return conclude(history, Ablation(names, torch.ones(batches), useful.double()), path, "8 validation batches")
+    ablation = Ablation(names, torch.full((batches,), 0.5), useful.double(), joint)
+    return conclude(history, ablation, path if with_path else None, "8 validation batches")
 
 
 def test_ablation_joint_effect_and_path_stand_side_by_side() -> None:
@@ -99,6 +100,7 @@ def test_a_joint_effect_that_nothing_is_a_part_of(joint: float) -> None:
     found = concluded(joint)
     assert math.isnan(found.share)
     assert "in sum. The gate path" in str(found)
+    assert "gate path" not in str(concluded(joint, with_path=False))
 
 
 def test_one_batch_has_no_errors_and_no_correlation() -> None:
