@@ -143,8 +143,8 @@ def _text(trainings: Trainings, tables: dict[str, list[Row]], orders: int, secon
         [
             origin("scikit-learn"),
             "",
-            f"{len(trainings)} trainings from closed gates, {seconds / 60:.0f} minutes of one core; the number is that of "
-            "the branches.",
+            f"{len(trainings)} trainings from closed gates, {seconds / 60:.0f} minutes of one core; the number is "
+            "that of the branches.",
             f"Digits for MLP and ResNet, Python's language reference for the language model. {settings}.",
             f"Shapley values over {orders} orders. Medians over the trainings; random rankings give a median of "
             f"{chance(trainings)} (95 %).",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import checkers, depth, depth_training, overhead, peers, slow_start
+from benchmarks import checkers, depth, depth_training, overhead, peers, slow_start, usefulness
 
 pytestmark = pytest.mark.slow
 
@@ -61,3 +61,12 @@ def test_only_closed_gates_keep_the_variance_at_the_start() -> None:
     assert growth["default"] > growth["1/sqrt(L)"] > 1.0
     (last,) = found["deepest"]
     assert last["branches closed"] == last["gates alive"] == last["blocks"]
+
+
+def test_only_the_gate_path_adds_up() -> None:
+    found = usefulness.main(["--small"])
+    shares = {r["quantity"]: r["sum / joint effect"] for r in found["quantities"]}
+    assert float(shares["gate path, 5 points"]) == pytest.approx(1.0, abs=0.1)
+    assert float(shares["-saliency, one batch"]) < 0.9
+    assert [r["network, optimizer"] for r in found["settings"]] == ["MLP 12, SGD", "ResNet 8, AdamW"]
+    assert {r["closing the lower half by"] for r in found["closing"]} == set(shares)

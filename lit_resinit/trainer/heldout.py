@@ -41,7 +41,11 @@ def fixed_batches(trainer: Any, module: Any, loader: Any, most: int, samples: in
         return []
     with keep_rng():
         if _is_random_access(loader):
-            raw = _drawn(loader, most, samples, parts, int(trainer.global_rank))
+            kept = Kept(loader, apart=(trainer, module), data=True)
+            try:
+                raw = _drawn(loader, most, samples, parts, int(trainer.global_rank))
+            finally:
+                kept.put_back()
         else:
             raw = [take_batch(loader, None, (trainer, module))[0]]
         return [_ready(trainer, module, batch) for batch in raw]
@@ -60,13 +64,9 @@ def _drawn(loader: Any, most: int, samples: int, parts: int, rank: int) -> list[
     size = max(1, min(loader.batch_size or 1, samples // parts, max(2, length // parts), length))
     count = min(most, samples // size, length // size)
     chosen = random.Random(rank).sample(range(length), size * count)
-    kept = Kept(loader, apart=(), data=True)
-    try:
-        getter = getattr(dataset, "__getitems__", None)
-        items = getter(chosen) if callable(getter) else [dataset[i] for i in chosen]
-        return [collate(items[i : i + size]) for i in range(0, len(items), size)]
-    finally:
-        kept.put_back()
+    getter = getattr(dataset, "__getitems__", None)
+    items = getter(chosen) if callable(getter) else [dataset[i] for i in chosen]
+    return [collate(items[i : i + size]) for i in range(0, len(items), size)]
 
 
 def _ready(trainer: Any, module: Any, batch: Any) -> Any:
