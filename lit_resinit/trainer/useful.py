@@ -44,7 +44,7 @@ class RunUsefulness:
         self._held: dict[str, list[Any]] = {}
         self._training: list[Any] = []
         self._wanted: bool | None = None  # whether training batches are kept; None as long as nobody looked
-        self._unfit: set[str] = set()  # kinds of data without a loss
+        self._unfit: set[str] = set()  # kinds of data without a loss that has a gradient
         self._trouble: Exception | None = None
 
     def offer(self, trainer: Any, batch: Any) -> None:
@@ -116,21 +116,23 @@ class RunUsefulness:
     ) -> tuple[Found, str] | None:
         """What was found, and on which kind of data; None where no kind has a loss."""
         trouble: Exception | None = None
+        during = data == self._fixed
+        unfit = self._unfit if during else set()  # at the end there is less to ask for
         for kind in ("validation", "training"):
             try:
-                batches = [] if kind in self._unfit else data(trainer, module, kind)
+                batches = [] if kind in unfit else data(trainer, module, kind)
             except Exception as error:  # data and hooks are the user's
                 batches, trouble = [], error
-                self._unfit.add(kind)
+                unfit.add(kind)
             if agreement(trainer)(not batches):
                 continue
             try:
                 with apart(trainer, module):
                     return use(batches, step_loss(trainer)), kind
             except Exception as error:  # raised on every rank
-                self._unfit.add(kind)
+                unfit.add(kind)
                 trouble = error
-        if trouble is not None and data == self._fixed and not self._training and "training" not in self._unfit:
+        if trouble is not None and during and not self._training and "training" not in unfit:
             self._wanted = True  # the next batches are another chance
         elif trouble is not None:
             self._tell(trouble)
