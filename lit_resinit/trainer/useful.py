@@ -45,7 +45,7 @@ class RunUsefulness:
         self._training: list[Any] = []
         self._wanted: bool | None = None  # whether training batches are kept; None as long as nobody looked
         self._unfit: set[str] = set()  # kinds of data without a loss that has a gradient
-        self._trouble: Exception | None = None
+        self._told = False  # the error itself would keep the model alive
 
     def offer(self, trainer: Any, batch: Any) -> None:
         """Keep a training batch, where those are what there is."""
@@ -66,7 +66,7 @@ class RunUsefulness:
         """Measure, unless this step has been; whether there is something new."""
         step = int(trainer.global_step)
         attributions = self._history.attributions
-        if not self._during or self._trouble or (len(attributions) and int(attributions.steps[-1]) == step):
+        if not self._during or self._told or (len(attributions) and int(attributions.steps[-1]) == step):
             return False
 
         def path(data: list[Any], loss_fn: LossFunction) -> Attribution:
@@ -154,11 +154,11 @@ class RunUsefulness:
         return fixed_batches(trainer, module, loader, **_AT_END)
 
     def _tell(self, trouble: Exception) -> None:
-        if self._trouble is None:
+        if not self._told:
             warn(
                 "measuring the usefulness of the branches: expected a loss of the training step on validation or "
                 f"training data, with a gradient, found {type(trouble).__name__}: {trouble}. What needs it is not "
                 "measured; the training goes on. "
                 "`lit_resinit.attribute` and `measure_usefulness` take a loss of your own."
             )
-        self._trouble = trouble
+        self._told = True

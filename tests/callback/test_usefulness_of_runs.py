@@ -1,6 +1,8 @@
 """Usefulness in a run: when it is measured, on which data, who gets it, and that the training does not notice."""
 
+import gc
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +205,18 @@ def test_a_step_without_a_loss_is_told_once_and_trains_on(usefulness: Any, tmp_p
     assert sum("usefulness of the branches" in str(w.message) for w in caught) == 1
     assert len(ours.history) == 25
     assert ours.usefulness is None
+
+
+@pytest.mark.filterwarnings("ignore::lit_resinit.ResInitWarning")
+@pytest.mark.parametrize("kind", [Classifier, ByHand])
+def test_nothing_keeps_the_module_alive(kind: type[Classifier], tmp_path: Path) -> None:
+    module = kind(stack(Scaled))
+    gone = weakref.ref(module)
+    ours = run(tmp_path, module)
+    del module
+    gc.collect()
+    assert gone() is None
+    assert len(ours.history) == 25
 
 
 class WithoutGradient(Classifier):
