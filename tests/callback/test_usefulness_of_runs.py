@@ -1,8 +1,6 @@
 """Usefulness in a run: when it is measured, on which data, who gets it, and that the training does not notice."""
 
-import gc
 import warnings
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -208,15 +206,18 @@ def test_a_step_without_a_loss_is_told_once_and_trains_on(usefulness: Any, tmp_p
 
 
 @pytest.mark.filterwarnings("ignore::lit_resinit.ResInitWarning")
-@pytest.mark.parametrize("kind", [Classifier, ByHand])
-def test_nothing_keeps_the_module_alive(kind: type[Classifier], tmp_path: Path) -> None:
-    module = kind(stack(Scaled))
-    gone = weakref.ref(module)
-    ours = run(tmp_path, module)
-    del module
-    gc.collect()
-    assert gone() is None
-    assert len(ours.history) == 25
+def test_no_error_and_no_data_are_kept(tmp_path: Path) -> None:
+    """An error leads to the frames that it passed, and so to the model."""
+
+    class Keeping(ResidualInit):
+        def teardown(self, *args: Any) -> None:
+            self.held = vars(self._useful)
+            super().teardown(*args)
+
+    ours = Keeping(usefulness="path", log_every_n_steps=1)
+    trainer(tmp_path, ours, **LONG).fit(ByHand(stack(Scaled)), data(WIDTH, rows=40), held())
+    assert ours._useful is None
+    assert not any(isinstance(value, BaseException) for value in ours.held.values())
 
 
 class WithoutGradient(Classifier):
