@@ -210,9 +210,9 @@ def test_no_error_and_no_data_are_kept(tmp_path: Path) -> None:
     """An error leads to the frames that it passed, and so to the model."""
 
     class Keeping(ResidualInit):
-        def teardown(self, *args: Any) -> None:
+        def teardown(self, *args: Any, **options: Any) -> None:
             self.held = vars(self._useful)
-            super().teardown(*args)
+            super().teardown(*args, **options)
 
     ours = Keeping(usefulness="path", log_every_n_steps=1)
     trainer(tmp_path, ours, **LONG).fit(ByHand(stack(Scaled)), data(WIDTH, rows=40), held())
