@@ -14,7 +14,7 @@ from lit_resinit.trainer.inputs import apart
 from lit_resinit.trainer.steps import agreement
 from lit_resinit.watch.conclusion import Conclusion, conclude
 from lit_resinit.watch.history import History
-from lit_resinit.watch.losses import LossFunction
+from lit_resinit.watch.losses import LossFunction, has_gates
 from lit_resinit.watch.path import Attribution, attribute
 from lit_resinit.watch.usefulness import Ablation, ablate
 
@@ -115,6 +115,8 @@ class RunUsefulness:
         use: Callable[[list[Any], LossFunction], Found],
     ) -> tuple[Found, str] | None:
         """What was found, and on which kind of data; None where no kind has a loss."""
+        if not has_gates(self._plan, module):
+            return None
         trouble: Exception | None = None
         during = data == self._fixed
         unfit = self._unfit if during else set()  # at the end there is less to ask for
@@ -132,7 +134,7 @@ class RunUsefulness:
             except Exception as error:  # raised on every rank
                 unfit.add(kind)
                 trouble = error
-        if trouble is not None and during and not self._training and "training" not in unfit:
+        if during and not self._training and "training" not in unfit:
             self._wanted = True  # the next batches are another chance
         elif trouble is not None:
             self._tell(trouble)

@@ -94,6 +94,12 @@ def gated(plan: ResidualPlan, parameters: Mapping[str, Tensor]) -> list[Branch]:
     return branches
 
 
+def has_gates(plan: ResidualPlan, model: nn.Module) -> bool:
+    """Whether there is a branch that can be closed; with a constant in place of a gate there is none."""
+    parameters = parameters_of(model)
+    return any(b.gates and all(g.parameter in parameters for g in b.gates) for b in plan.active)
+
+
 # -------------------------------------------------------------------- over ranks
 
 

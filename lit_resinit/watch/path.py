@@ -177,6 +177,9 @@ class _Path:
 
     def _products(self, loss: Tensor) -> Tensor:
         """The loss, then the product of gradient and way of every part."""
+        device, value = loss.device, loss.detach().float().reshape(1)
+        if not self._moving:
+            return value
         if not loss.requires_grad:
             raise ResInitError(
                 "measuring the gate path: expected a loss with a gradient, found one that no gate leads to. Return the "
@@ -184,7 +187,6 @@ class _Path:
             )
         found = torch.autograd.grad(loss * self._scale, list(self._moving.values()), allow_unused=True)
         grads = dict(zip(self._moving, found, strict=True))
-        device, value = loss.device, loss.detach().float().reshape(1)
         sums = []
         for key, index in self._parts:
             grad, way = grads[key], self._way[key]
@@ -194,7 +196,7 @@ class _Path:
             grad = grad.to_dense() if grad.is_sparse else grad
             grad, way = (grad, way) if index is None else (grad[index], way[index])
             sums.append((_wide(grad) * way).sum().to(device, torch.float32))
-        return torch.cat([value, torch.stack(sums) / self._scale]) if sums else value
+        return torch.cat([value, torch.stack(sums) / self._scale])
 
 
 def _is_off(by_batch: Tensor, joint: float) -> bool:

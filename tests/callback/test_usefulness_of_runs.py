@@ -264,6 +264,20 @@ def test_no_validation_batch_is_no_validation(options: Any, tmp_path: Path) -> N
     assert "training" in ours.conclusion.data
 
 
+def test_without_items_or_read_once_validation_data_are_none(tmp_path: Path) -> None:
+    for loader in (DataLoader(TensorDataset(torch.zeros(0, WIDTH), torch.zeros(0).long())), iter(held())):
+        ours = run(tmp_path, Classifier(stack(Scaled), lr=0.3), data(WIDTH, rows=40), loader)
+        assert "training" in ours.conclusion.data
+        assert ours.history.attributions.steps.tolist()[-2:] == [21, 25]
+
+
+def test_a_scheme_without_gates_has_nothing_to_close(tmp_path: Path) -> None:
+    ours = ResidualInit("sqrt_depth", usefulness="path", log_every_n_steps=1)
+    trainer(tmp_path, ours).fit(Classifier(stack(Plain)), data(WIDTH), held())
+    assert ours.conclusion is None
+    assert len(ours.history.attributions) == 0
+
+
 def test_several_training_loaders_give_batches_of_several(tmp_path: Path) -> None:
     class Pair(WithoutValidation):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -421,3 +421,12 @@ def test_no_batch_is_refused(measure: Any) -> None:
     model = stack(Scaled)
     with pytest.raises(ResInitError, match="at least one batch"):
         measure(model, make_plan(model, X, scheme="observe"), [], square)
+
+
+def test_a_plan_without_gates_has_a_loss_and_nothing_else() -> None:
+    model = stack(Plain)
+    plan = make_plan(model, X, scheme="sqrt_depth")
+    apply_(model, plan)
+    found = attribute(model, plan, [X], square)
+    assert dict(found) == {}
+    assert found.loss == pytest.approx(square(model(X)).item(), rel=1e-6)
