@@ -8,7 +8,7 @@ Example:
     (2, None)
     >>> history.attribute(1, {"a": 0.2, "b": 0.1}, loss=1.0, joint=0.31)
     >>> len(run_figure(history).axes)
-    6
+    7
 """
 
 from __future__ import annotations
