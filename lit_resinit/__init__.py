@@ -35,6 +35,8 @@ from lit_resinit.plan.states import PlainStates as PlainStates
 from lit_resinit.plan.values import Branch, ResidualPlan
 from lit_resinit.plan.values import Stream as Stream
 from lit_resinit.watch.history import History
+from lit_resinit.watch.path import Attribution as Attribution
+from lit_resinit.watch.path import attribute
 from lit_resinit.watch.usefulness import measure_usefulness
 from lit_resinit.watch.watching import watch  # takes the package's name here; `from lit_resinit.watch import ...` stays
 
@@ -63,6 +65,7 @@ __all__ = [
     "TrainedWeightsError",
     "Trial",
     "apply_",
+    "attribute",
     "check_gradients",
     "check_identity",
     "fold_",

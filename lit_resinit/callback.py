@@ -13,7 +13,6 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from lit_resinit.errors import NoBranchError, ResInitError, TraceError, warn
-from lit_resinit.graph.keep import keep_rng
 from lit_resinit.graph.tensors import end_measuring
 from lit_resinit.judge.identity import IdentityReport
 from lit_resinit.judge.optimizers import check_optimizers, held_names, holds_gates, still_gates
@@ -37,9 +36,8 @@ from lit_resinit.trainer.checkpoints import (
 from lit_resinit.trainer.copies import fitting_plan
 from lit_resinit.trainer.engines import judge_before
 from lit_resinit.trainer.fits import Fits
-from lit_resinit.trainer.inputs import few_batches, training_loss
-from lit_resinit.trainer.loggers import prints, send_figure, send_record, show_progress
-from lit_resinit.trainer.options import Policy, check_options
+from lit_resinit.trainer.loggers import prints, send_attribution, send_figure, send_record, show_progress
+from lit_resinit.trainer.options import Policy, Usefulness, check_options, check_usefulness
 from lit_resinit.trainer.plans import plan_run
 from lit_resinit.trainer.reports import RunReport
 from lit_resinit.trainer.saved import read_state
@@ -61,10 +59,12 @@ from lit_resinit.trainer.steps import (
     will_skip,
     will_unfreeze,
 )
+from lit_resinit.trainer.useful import RunUsefulness
+from lit_resinit.watch.agreement import Agreement
+from lit_resinit.watch.conclusion import Conclusion
 from lit_resinit.watch.gates import gate_statistics
 from lit_resinit.watch.history import History
 from lit_resinit.watch.lapses import gated
-from lit_resinit.watch.usefulness import Agreement, agreements, measure_usefulness
 from lit_resinit.watch.watching import Watching
 
 
@@ -107,8 +107,10 @@ class ResidualInit(Callback):
         patience: Optimizer steps that a gate may sleep before it counts as dead.
         on_ratio: Variance ratio from which a branch counts as switched on.
         log_every_n_steps: Steps between records; the Trainer's own setting when None.
-        usefulness: Ablate every branch on a few validation batches at the end. From then on the attribute holds the
-            loss with a gate closed minus the loss, by branch; else it is None.
+        usefulness: Close every branch in turn on a few validation batches at the end, and follow the gate path there
+            (:func:`lit_resinit.attribute`); with ``"path"`` follow it during the run too, after every tenth record and
+            after each validation. From the end on the attribute holds the loss with a gate closed minus the loss, by
+            branch; else it is None.
         report: Path of a page that is rewritten while the run goes on (``.html``), or of a picture of the history that
             is written at the end (``.png``, ``.pdf``, ``.svg``).
         per_branch: Whether loggers get every quantity of every branch, or quantiles; the former up to 64 branches when
@@ -121,7 +123,8 @@ class ResidualInit(Callback):
         history: The :class:`History`.
         identity_report: The :class:`IdentityReport` of the first step.
         gradient_report: The :class:`GradientReport` of the last judged step.
-        agreements: How usefulness agrees with early switching on, and with its first-order estimate; else empty.
+        agreements: How usefulness agrees with early switching on, with its first-order estimate and with the gate path;
+            else empty.
 
     Raises:
         NoBranchError: In ``setup``, for a network without a residual branch.
@@ -151,7 +154,7 @@ class ResidualInit(Callback):
         patience: int = 3,
         on_ratio: float = 1e-3,
         log_every_n_steps: int | None = None,
-        usefulness: bool = False,
+        usefulness: Usefulness = False,
         report: str | None = None,
         per_branch: bool | None = None,
         progress_bar: bool = False,
@@ -159,6 +162,7 @@ class ResidualInit(Callback):
     ) -> None:
         super().__init__()
         check_options(scheme, include, exclude, identity, gradient, patience, on_ratio, log_every_n_steps)
+        check_usefulness(usefulness)
         self.scheme: Scheme = scheme
         self.include, self.exclude = include, exclude
         self.example_inputs = example_inputs
@@ -173,7 +177,9 @@ class ResidualInit(Callback):
         self.gradient_report: GradientReport | None = None
         self.usefulness: dict[str, float] | None = None
         self.agreements: tuple[Agreement, ...] = ()
-        self._measure_usefulness = usefulness
+        self.conclusion: Conclusion | None = None
+        self._measure_usefulness: Usefulness = usefulness
+        self._useful: RunUsefulness | None = None
         self._run_report: RunReport | None = None
         self._unpictured = False  # whether a record came after the last picture
         self._to_loggers = False  # whether this record is one that loggers get
@@ -309,7 +315,7 @@ class ResidualInit(Callback):
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
         """Every gate has to be in an optimizer, and should not be decayed."""
         expect_nothing(trainer)
-        self._trial = self._watching = None
+        self._trial = self._watching = self._useful = None
         if self.plan is None or self._engine:
             return
         moved = self._mark is not None and self._mark.moved
@@ -321,12 +327,16 @@ class ResidualInit(Callback):
             self.history.begin([fresh and b.action in CLOSED for b in self.plan.branches])
         self._fits.begin(steps_done(trainer), int(self.history.steps[-1]) if len(self.history) else -1)
         self._watching = Watching(pl_module, self.plan, self.history)
+        if self._measure_usefulness:
+            self._useful = RunUsefulness(self.plan, self.history, self._fits, during=self._measure_usefulness == "path")
         check_optimizers(trainer.optimizers, pl_module, self.plan)
 
     def on_train_batch_start(self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int) -> None:
         """On the first step observe, on logging steps measure; otherwise nothing."""
         if self._trial is None or self._watching is None:
             return
+        if self._useful is not None:
+            self._useful.offer(trainer, batch)
         first = self._trial.phase is Phase.DUE
         self._trial.before_forward(batch, self._watching.readers() if first else ())
         if first:
@@ -391,6 +401,14 @@ class ResidualInit(Callback):
             self._send(trainer, pl_module)
         self._trial.end_batch(accumulates=accumulates(trainer))
 
+    def on_validation_end(self, trainer: Any, pl_module: nn.Module) -> None:
+        """Follow the gate path, where that was asked for."""
+        if self._useful is None or trainer.sanity_checking or trainer.state.fn != "fit":
+            return
+        if len(self.history) and self._useful.now(trainer, pl_module):
+            send_attribution(trainer, self.history, self.per_branch)
+            self._follow(trainer)
+
     def on_train_epoch_end(self, trainer: Any, pl_module: nn.Module) -> None:
         """Rewrite the page, where that is due, and give the picture to loggers that take one."""
         if self.plan is not None:
@@ -405,8 +423,8 @@ class ResidualInit(Callback):
         self._act(self._trial.end())
         if not len(self.history):
             return
-        if self._measure_usefulness:
-            self._ablate(trainer, pl_module, self.plan)
+        if self._useful is not None:
+            self._measure(trainer, pl_module, self._useful)
         now = gate_statistics(pl_module, self.plan).cpu()
         if trainer.is_global_zero:
             self._conclude(trainer, pl_module, self.plan, now)
@@ -421,33 +439,29 @@ class ResidualInit(Callback):
         values = send_record(trainer, self.history, self.per_branch, to_loggers=self._to_loggers)
         if self.progress_bar:
             show_progress(trainer, pl_module, self.history, values)
+        if self._useful is not None and self._useful.after_record(trainer, pl_module):
+            send_attribution(trainer, self.history, self.per_branch)
         self._unpictured = True
         self._follow(trainer)
 
-    def _ablate(self, trainer: Any, pl_module: Any, plan: ResidualPlan) -> None:
-        """Measure usefulness; a step that cannot be run on its own is a reason to say so, and none to lose a run."""
+    def _measure(self, trainer: Any, pl_module: nn.Module, useful: RunUsefulness) -> None:
         shows = trainer.is_global_zero and trainer.progress_bar_callback is not None
-        try:
-            with keep_rng():  # a loader draws when it is begun
-                batches, loss = few_batches(trainer, 4), training_loss(trainer)
-            self.usefulness = measure_usefulness(pl_module, plan, batches, loss, progress=shows)
-        except Exception as error:
-            warn(
-                f"measuring usefulness after the training: expected a training step that returns its loss, found "
-                f"{type(error).__name__}: {error} The training is kept. Measure it yourself: "
-                "`measure_usefulness(model, callback.plan, batches, loss_fn)`."
-            )
-            return
-        self.agreements = agreements(self.history, self.usefulness)
+        self.conclusion = useful.at_end(trainer, pl_module, progress=shows)
+        if self.conclusion is not None:
+            self.usefulness, self.agreements = self.conclusion.ablation.means, self.conclusion.agreements
 
     def _conclude(self, trainer: Any, pl_module: nn.Module, plan: ResidualPlan, now: Tensor) -> None:
         """Table, agreements, gates that hardly moved, picture."""
         steps, woke = self._fits.step(steps_done(trainer)), self._trial.woke if self._trial is not None else None
         if self.table and prints(trainer):
+            ablation = None if self.conclusion is None else self.conclusion.ablation
             fits = self._fits.begun
-            Console().print(history_table(plan, self.history, gate_max=now[1], step=steps, woke=woke, fits=fits))
-            for agreement_ in self.agreements:
-                Console().print(str(agreement_), highlight=False)
+            table = history_table(
+                plan, self.history, gate_max=now[1], step=steps, woke=woke, fits=fits, ablation=ablation
+            )
+            Console().print(table)
+            if self.conclusion is not None:
+                Console().print(str(self.conclusion), highlight=False)
         moved, records = self.history.movement(now[0], now[1]), len(self.history)
         judged = self.gradient_report
         still = still_gates(trainer.optimizers, pl_module, plan, moved, judged, steps, records)
@@ -464,9 +478,8 @@ class ResidualInit(Callback):
 
     def _about(self) -> dict[str, Any]:
         woke = self._trial.woke if self._trial is not None else None
-        told = " ".join(str(a) for a in self.agreements)
         reports = (self.identity_report, self.gradient_report)
-        now = about_run(self.plan, *reports, woke, self.usefulness, told, self._fits.begun)
+        now = about_run(self.plan, *reports, woke, fits=self._fits.begun, conclusion=self.conclusion)
         return now if self._before is None else later(self._before, now)
 
     # ---------------------------------------------------------------- the end, and what a checkpoint keeps
@@ -489,7 +502,7 @@ class ResidualInit(Callback):
         self._stop()
         if self._trial is not None:
             self._trial.close()
-        self._watching = None
+        self._watching = self._useful = None
         self._stop_explaining()
         expect_nothing(trainer)
         give_back_loader(trainer, pl_module)

@@ -233,9 +233,9 @@ def _report(options: argparse.Namespace) -> int:
     if is_page(options.out):
         write_page(options.out, history, about, f"from {options.source.name}")
     else:
-        from lit_resinit.report.figures import activation_figure
+        from lit_resinit.report.attribution import run_figure
 
-        replace_file(options.out, activation_figure(history).savefig)
+        replace_file(options.out, run_figure(history).savefig)
     on, order = history.switched_on(), history.order()
     if options.json:
         found = {"written": str(options.out), "records": len(history), "switched_on": on, "order": order}

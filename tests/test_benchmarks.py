@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import checkers, depth, depth_training, device, overhead, peers, slow_start
+from benchmarks import checkers, depth, depth_training, device, overhead, peers, slow_start, usefulness
 
 pytestmark = pytest.mark.slow
 
@@ -73,3 +73,12 @@ def test_steps_on_a_device_have_the_same_bits_and_all_are_measured() -> None:
         "identity check",
     ]
     assert all(float(r["plain steps"]) > 0 and r["transfers"] == "-" for r in found["cost"])
+
+
+def test_only_the_gate_path_adds_up() -> None:
+    found = usefulness.main(["--small"])
+    shares = {r["quantity"]: r["sum / joint effect"] for r in found["quantities"]}
+    assert float(shares["gate path, 5 points"]) == pytest.approx(1.0, abs=0.1)
+    assert float(shares["-saliency, one batch"]) < 0.9
+    assert [r["network, optimizer"] for r in found["settings"]] == ["MLP 12, SGD", "ResNet 8, AdamW"]
+    assert {r["closing the lower half by"] for r in found["closing"]} == set(shares)

@@ -67,6 +67,8 @@ def test_usefulness_example_runs_small(tmp_path: Path, capsys: pytest.CaptureFix
     for rows in found["usefulness"].values():
         assert len(rows[0]) == 4
         assert any(rows[0].values())
+    assert [len(rows[0]) for rows in found["paths"].values()] == [4, 4]
+    assert found["carried"].read_bytes().startswith(b"\x89PNG")
     assert found["losses"]["AdamW"][0] < 2.3
     assert found["picture"].read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out

@@ -1,5 +1,7 @@
 """What was measured, for people: tables, figures, and one HTML page."""
 
+from lit_resinit.report.attribution import attribution_figure as attribution_figure
+from lit_resinit.report.attribution import run_figure as run_figure
 from lit_resinit.report.figures import activation_figure as activation_figure
 from lit_resinit.report.figures import gate_figure as gate_figure
 from lit_resinit.report.figures import order_figure as order_figure

@@ -51,7 +51,7 @@ def takes_figures(logger: Any) -> Callable[[str, Any, int], None] | None:
     return None
 
 
-def _empty(history: History) -> tuple[Figure, Axes]:
+def empty_figure(history: History) -> tuple[Figure, Axes]:
     """A figure with one pair of axes, for a history with something in it."""
     need_matplotlib()
     if not len(history):
@@ -69,29 +69,40 @@ def activation_figure(history: History, title: str = "Residual blocks switching 
 
     The dots mark the step at which each branch switched on.
     """
-    figure, axes = _empty(history)
+    figure, axes = empty_figure(history)
+    draw_activation(figure, axes, history)
+    axes.set(xlabel="optimizer step", title=title)
+    return figure
+
+
+def draw_activation(figure: Figure, axes: Axes, history: History) -> None:
+    """Draw the heat map of the variance ratio, with its colour bar."""
     from matplotlib.colors import LogNorm
 
-    steps, ratio = history.steps.tolist(), history.variance_ratio.T.numpy()
     lowest = max(history.on_ratio / 100, 1e-8)
-    colours = ratio.clip(min=lowest)
+    colours = history.variance_ratio.T.numpy().clip(min=lowest)
+    norm = LogNorm(lowest, max(1.0, colours[colours == colours].max()))
+    mesh = heat_map(axes, history.steps.tolist(), colours, norm=norm, cmap="viridis")
+    draw_switching_on(axes, history)
+    axes.set_ylabel("branch, first to last")
+    figure.colorbar(mesh, ax=axes, label="Var(branch) / Var(stream)")
+
+
+def heat_map(axes: Axes, steps: list[int], values: Any, **options: Any) -> Any:
+    """Draw ``(branches, steps)`` as cells, each as wide as the time to the next step."""
     edges = [*steps, steps[-1] + max(1, (steps[-1] - steps[0]) // max(1, len(steps) - 1))]
-    mesh = axes.pcolormesh(
-        edges,
-        range(len(history.branches) + 1),
-        colours,
-        norm=LogNorm(lowest, max(1.0, colours[colours == colours].max())),
-        cmap="viridis",
-    )
+    return axes.pcolormesh(edges, range(len(values) + 1), values, **options)
+
+
+def draw_switching_on(axes: Axes, history: History, colour: str = "white") -> None:
+    """A dot for each branch that switched on; white ones are explained."""
     on = [(step, depth + 0.5) for depth, step in enumerate(history.switched_on().values()) if step is not None]
     if on:
-        axes.scatter(
-            [s for s, _ in on], [d for _, d in on], s=4, color="white", label=f"ratio reached {history.on_ratio:g}"
-        )
-        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), fontsize="small", facecolor="0.6")
-    axes.set(xlabel="optimizer step", ylabel="branch, first to last", title=title)
-    figure.colorbar(mesh, label="Var(branch) / Var(stream)")
-    return figure
+        steps, depths = zip(*on, strict=True)
+        label = f"ratio reached {history.on_ratio:g}"
+        axes.scatter(steps, depths, s=4, color=colour, label=label)
+        if colour == "white":
+            axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), fontsize="small", facecolor="0.6")
 
 
 def gate_figure(history: History, title: str = "How far the gates opened", most: int = 60) -> Figure:
@@ -99,7 +110,7 @@ def gate_figure(history: History, title: str = "How far the gates opened", most:
 
     Of more than ``most`` branches, evenly spaced ones are drawn, and the title says so.
     """
-    figure, axes = _empty(history)
+    figure, axes = empty_figure(history)
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
@@ -124,7 +135,7 @@ def order_figure(history: History, title: str = "Order of switching on") -> Figu
 
     Branches that never switched on are crosses at the right edge; the title says how many did.
     """
-    figure, axes = _empty(history)
+    figure, axes = empty_figure(history)
     depth = {name: i for i, name in enumerate(history.branches)}
     order = history.order()
     on = {name: step for name, step in history.switched_on().items() if step is not None}
@@ -147,7 +158,7 @@ def order_figure(history: History, title: str = "Order of switching on") -> Figu
 
 def stream_figure(history: History, title: str = "Variance of the residual stream by depth") -> Figure:
     """Variance of the stream as it enters each addition, at the first and at the last record."""
-    figure, axes = _empty(history)
+    figure, axes = empty_figure(history)
     steps, variance = history.steps.tolist(), history.var_stream
     lines = {steps[0]: (variance[0], ":", "0.45"), steps[-1]: (variance[-1], "-", "C0")}
     for step, (values, style, colour) in lines.items():

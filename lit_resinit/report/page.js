@@ -23,7 +23,7 @@ for (const [label, value] of run.tiles) {
   element(tile, "b", value);
   element(tile, "span", label, "soft");
 }
-for (const id of ["map", "gates", "order", "stream", "use"]) byId(id + "-note").textContent = run.notes[id];
+for (const id of ["map", "gates", "order", "stream", "use", "path", "stack", "loss"]) byId(id + "-note").textContent = run.notes[id];
 for (const [title, text] of run.verdicts) {
   element(byId("verdicts"), "h3", title);
   element(byId("verdicts"), "pre", text);
@@ -118,14 +118,79 @@ function heatMap() {
       ticktext: powers.map((p) => (p === Math.ceil(low) ? "≤" : "") + `10<sup>${p}</sup>`),
     },
   };
+  return [[map, switchingOn()], overDepth()];
+}
+
+function switchingOn() {
   const on = run.branches.filter((b) => b.on !== null);
-  const dots = {
+  return {
     type: "scatter", mode: "markers", x: on.map((b) => b.on), y: on.map((b) => b.depth), hoverinfo: "text",
     text: on.map((b) => `${about(b)}<br>switched on at step ${b.on}, number ${b.order}`),
     marker: { size: on.length > 150 ? 4 : 7, color: "#ffffff", line: { color: "#000000", width: 1 } },
   };
-  return [[map, dots], layout("optimizer step", narrow() ? "depth" : "", { yaxis: { ...depthAxis(), showgrid: false }, xaxis: { showgrid: false } })];
 }
+
+function overDepth() {
+  return layout("optimizer step", narrow() ? "depth" : "", { yaxis: { ...depthAxis(), showgrid: false }, xaxis: { showgrid: false } });
+}
+
+// ---------------------------------------------------------------- who carries the loss
+
+const path = run.attribution;
+
+function pathMap() {
+  const linear = path.largest / 50, most = Math.asinh(50); // linear around zero, in powers beyond
+  const text = run.rows.map((depth, i) => path.steps.map((step, j) =>
+    `${about(run.branches[depth])}<br>step ${step}<br>taken off the loss ${show(path.values[i][j])}`));
+  const marks = [-1, -0.1, 0, 0.1, 1];
+  const map = {
+    type: "heatmap", x: path.steps, y: run.rows, text, hoverinfo: "text", zmin: -most, zmax: most,
+    z: path.values.map((row) => row.map((v) => (v === null ? null : Math.asinh(v / linear)))),
+    colorscale: [[0, "#b2182b"], [0.25, "#f4a582"], [0.5, "#f7f7f7"], [0.75, "#92c5de"], [1, "#2166ac"]],
+    colorbar: {
+      title: { text: narrow() ? "" : "taken off the loss", side: "right" }, thickness: 12,
+      tickvals: marks.map((m) => Math.asinh(50 * m)), ticktext: marks.map((m) => String(Number((m * path.largest).toPrecision(2)))),
+    },
+  };
+  return [[map, switchingOn()], overDepth()];
+}
+
+function pathStack() {
+  const { labels, depths, values } = path.bands;
+  const traces = [];
+  for (const [group, pick] of [["up", (v) => Math.max(v, 0)], ["down", (v) => Math.min(v, 0)]]) {
+    values.forEach((row, i) => {
+      const part = row.map((v) => pick(v ?? 0));
+      if (group === "down" && part.every((v) => v === 0)) return;
+      traces.push({
+        type: "scatter", mode: "lines", x: path.steps, y: part, stackgroup: group, line: { width: 0.3, color: colour("card") },
+        fillcolor: shade(depths[i]), hoverinfo: "text", text: row.map((v, j) => `<b>${safe(labels[i])}</b><br>step ${path.steps[j]}<br>taken off the loss ${show(v)}`),
+      });
+    });
+  }
+  const line = (y, dash, name) => ({
+    type: "scatter", mode: path.steps.length > 1 ? "lines" : "markers", x: path.steps, y, name, line: { color: colour("text"), width: 2, dash },
+    hoverinfo: "text", text: y.map((v, j) => `${name}<br>step ${path.steps[j]}<br>${show(v)}`),
+  });
+  traces.push(line(path.sum, "solid", "sum over all branches"), line(path.joint, "dot", "closing all of them"));
+  const marks = run.branches.filter((b) => b.on !== null).map((b) => ({
+    type: "line", xref: "x", yref: "paper", x0: b.on, x1: b.on, y0: 0, y1: 0.04,
+    line: { width: 1.5, color: shade(b.depth / Math.max(1, run.branches.length - 1)) },
+  }));
+  return [traces, layout("optimizer step", "taken off the loss", { rest: { shapes: marks } })];
+}
+
+function pathLoss() {
+  const mode = path.steps.length > 1 ? "lines" : "markers";
+  const line = (y, name, tone) => ({
+    type: "scatter", mode, x: path.steps, y, name, line: { color: colour(tone), width: 2 }, hoverinfo: "text",
+    text: y.map((v, j) => `${name}<br>step ${path.steps[j]}<br>loss ${show(v)}`),
+  });
+  const rest = { showlegend: true, legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 }, margin: { l: 50, r: 12, t: 30, b: 42 } };
+  return [[line(path.loss, "as it is", "last"), line(path.closed, "all gates closed", "first")], layout("optimizer step", "loss held out", { rest })];
+}
+
+if (!path) for (const card of document.querySelectorAll(".path-card")) card.hidden = true;
 
 function gateCurves() {
   if (!run.steps.length) return nothing("no record yet");
@@ -189,7 +254,7 @@ function usefulnessFigure() {
   return [[dots], layout("order of switching on (× never)", "loss without the branch, minus loss", { yaxis: { exponentformat: "power" } })];
 }
 
-const FIGURES = { map: heatMap, gates: gateCurves, order: orderFigure, stream: streamFigure };
+const FIGURES = { map: heatMap, ...(path ? { path: pathMap, stack: pathStack, loss: pathLoss } : {}), gates: gateCurves, order: orderFigure, stream: streamFigure };
 if (measured.length) FIGURES.use = usefulnessFigure;
 
 async function draw() {

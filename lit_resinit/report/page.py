@@ -16,14 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lit_resinit.errors import ResInitError
 from lit_resinit.judge.identity import IdentityReport
 from lit_resinit.judge.verdicts import ALARMS, GradientReport
 from lit_resinit.plan.values import CONSTANT_SCHEMES, ResidualPlan
+from lit_resinit.report.attribution import attribution_data
 from lit_resinit.report.files import replace_file
+from lit_resinit.report.numbers import decades, digits, evenly, plain
 from lit_resinit.report.tables import told_fits
+from lit_resinit.watch.conclusion import Conclusion
 from lit_resinit.watch.history import History
 from lit_resinit.watch.lapses import Lapse, in_words
 
@@ -41,6 +43,8 @@ _COLUMNS = (  # key, heading, whether it is text
     ("ratio", "variance ratio", False),
     ("g", "largest |g|", False),
     ("use", "usefulness", False),
+    ("error", "± standard error", False),
+    ("path", "attribution", False),
     ("status", "gradient", True),
     ("woke", "woke after", False),
     ("kind", "kind", True),
@@ -60,6 +64,7 @@ def about_run(
     usefulness: dict[str, float] | None = None,
     agreement: str = "",
     fits: Sequence[int] = (),
+    conclusion: Conclusion | None = None,
 ) -> dict[str, Any]:
     """Plan, verdicts, waking steps and usefulness in plain types, as the page shows and a checkpoint keeps them.
 
@@ -71,10 +76,13 @@ def about_run(
         usefulness: What :func:`lit_resinit.measure_usefulness` found.
         agreement: A sentence on how usefulness agrees with the order of switching on.
         fits: The first steps of later fits that the history holds.
+        conclusion: What was found at the end of the run, in place of both.
 
     Returns:
         A dictionary that goes through JSON.
     """
+    if conclusion is not None:
+        usefulness, agreement = conclusion.ablation.means, " ".join(str(conclusion).splitlines())
     gates = gradients.gates if gradients is not None else {}
     about: dict[str, Any] = {
         "plan": "" if plan is None else str(plan),
@@ -82,6 +90,8 @@ def about_run(
         "verdicts": {},
         "start": _start(identity),
         "usefulness": usefulness,
+        "errors": None if conclusion is None else conclusion.ablation.errors,
+        "path": None if conclusion is None or conclusion.path is None else dict(conclusion.path),
         "agreement": agreement,
         "fits": list(fits),
     }
@@ -278,12 +288,13 @@ def page_data(history: History, about: dict[str, Any], state: str = "") -> dict[
         state: One sentence on the run.
 
     Returns:
-        ``ratio``, ``g`` and ``grad`` are lists ``(rows, steps)``; ``rows`` says which branch a row is.
+        ``ratio``, ``g`` and ``grad`` are lists ``(rows, steps)``; ``rows`` says which branch a row is; ``attribution``
+        has steps of its own, and is None where it was not measured.
     """
     lapses = _lapses(history, about)
     branches = _branches(history, about, lapses)
-    rows = _evenly(len(branches), _ROWS)
-    records = _evenly(len(history), max(2, min(600, _CELLS // max(1, len(rows)))))
+    rows = evenly(len(branches), _ROWS)
+    records = evenly(len(history), max(2, min(600, _CELLS // max(1, len(rows)))))
     steps = history.steps
     on = sum(b["on"] is not None for b in branches)
     floor = max(history.on_ratio / 100, 1e-8)
@@ -301,15 +312,16 @@ def page_data(history: History, about: dict[str, Any], state: str = "") -> dict[
         "steps": [int(steps[i]) for i in records],
         "lowest": floor,
         **{
-            key: [_plain(row) for row in getattr(history, name)[records][:, rows].T]
+            key: [plain(row) for row in getattr(history, name)[records][:, rows].T]
             for key, name in (("ratio", "variance_ratio"), ("g", "gate_max"), ("grad", "gate_grad"))
         },
+        "attribution": attribution_data(history, rows, max(2, _CELLS // max(1, len(rows)))),
         "stream": {
-            "first": _plain(first),
-            "last": _plain(last),
+            "first": plain(first),
+            "last": plain(last),
             "from": int(steps[0]) if len(history) else None,
             "to": int(steps[-1]) if len(history) else None,
-            "decades": _decades(torch.cat([first, last])),
+            "decades": decades(torch.cat([first, last])),
         },
     }
 
@@ -325,9 +337,10 @@ def _later(lapses: dict[str, Lapse], total: int) -> list[tuple[str, str]]:
 
 def _branches(history: History, about: dict[str, Any], lapses: dict[str, Lapse]) -> list[dict[str, Any]]:
     order = {name: i + 1 for i, name in enumerate(history.order())}
-    on, use = history.switched_on(), about["usefulness"] or {}
+    on, use, errors = history.switched_on(), about["usefulness"] or {}, about.get("errors") or {}
+    path = about.get("path") or _newest_attribution(history)
     unknown = torch.full((len(history.branches),), math.nan)
-    g, ratio = (_plain(history.newest(q) if len(history) else unknown) for q in ("gate_max", "variance_ratio"))
+    g, ratio = (plain(history.newest(q) if len(history) else unknown) for q in ("gate_max", "variance_ratio"))
     empty = {"skip": "", "action": "", "kind": "", "gate": "", "status": "", "woke": None}
     return [
         {
@@ -339,10 +352,17 @@ def _branches(history: History, about: dict[str, Any], lapses: dict[str, Lapse])
             "ratio": ratio[depth],
             "on": on[name],
             "order": order.get(name),
-            "use": _digits(use[name]) if name in use else None,
+            "use": digits(use[name]) if name in use else None,
+            "error": digits(errors[name]) if name in errors else None,
+            "path": digits(path[name]) if name in path else None,
         }
         for depth, name in enumerate(history.branches)
     ]
+
+
+def _newest_attribution(history: History) -> dict[str, float]:
+    found = history.attributions
+    return dict(zip(history.branches, found.values[-1].tolist(), strict=True)) if len(found) else {}
 
 
 def _tiles(history: History, branches: list[dict[str, Any]], start: str, on: int) -> list[list[str]]:
@@ -379,29 +399,13 @@ def _notes(history: History, about: dict[str, Any], on: int, rows: int, records:
         "first (dark) to the last (light).",
         "order": f"{on} of {total - len(opened):,} branches switched on.{missed}{started}",
         "stream": "The residual stream as it enters each addition, at the first and at the last record.",
+        "path": "Colour: what a branch takes off the loss on data held out, by the gate path; red where it adds to "
+        f"it. Dots: the first record at which the variance ratio reached {history.on_ratio:g}. {drawn}".strip(),
+        "stack": "The same, stacked by depth; the line is the sum over all branches, the dots what closing all of "
+        "them does to the loss. Ticks below: branches switching on.",
+        "loss": "The loss on the same data as it is, and with all gates closed.",
         "use": about["agreement"] or "Loss with the gate closed minus loss, by the order of switching on.",
     }
-
-
-def _evenly(size: int, most: int) -> list[int]:
-    """At most ``most`` positions of ``size``, evenly spaced, both ends among them."""
-    if size <= most:
-        return list(range(size))
-    return sorted({round(i * (size - 1) / (most - 1)) for i in range(most)})
-
-
-def _plain(row: Tensor) -> list[float | None]:
-    return [_digits(v) for v in row.tolist()]
-
-
-def _digits(value: float) -> float | None:
-    """Four significant digits; None for what JSON has no number for."""
-    return float(f"{value:.4g}") if math.isfinite(value) else None
-
-
-def _decades(values: Tensor) -> float:
-    positive = values[(values > 0) & values.isfinite()].double()
-    return float((positive.max() / positive.min()).log10()) if positive.numel() else 0.0
 
 
 def clock() -> str:

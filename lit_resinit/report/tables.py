@@ -14,6 +14,7 @@ from torch import Tensor
 from lit_resinit.plan.values import Branch, ResidualPlan
 from lit_resinit.watch.history import History
 from lit_resinit.watch.lapses import Lapse, gated
+from lit_resinit.watch.usefulness import Ablation
 
 _HEADINGS = ("gate kind", "|g| now", "variance ratio", "on at step", "order", "woke after", "later")
 _RARE = ("woke after", "later")  # columns that are shown where they say something
@@ -30,8 +31,9 @@ def history_table(
     woke: Mapping[str, int] | None = None,
     fits: Sequence[int] = (),
     width: int | None = None,
+    ablation: Ablation | None = None,
 ) -> Table:
-    """Block, gate kind, ``|g|`` now, variance ratio, switched on at step, and the order.
+    """Block, gate kind, ``|g|`` now, variance ratio, switched on at step, the order, and usefulness if it was measured.
 
     Args:
         plan: The plan of the run.
@@ -43,6 +45,7 @@ def history_table(
         fits: The first steps of later fits that the history holds.
         width: Characters of a line; those of the terminal when None. Names that do not fit lose what all of them begin
             with, which the title then says, and after that their middle.
+        ablation: What closing each branch did.
 
     Returns:
         A rich table; lines below it say what is of another moment, which branches were open from the start, and where
@@ -57,13 +60,15 @@ def history_table(
     """
     if gate_max is None:
         gate_max = history.newest("gate_max") if len(history) else torch.full((len(plan),), math.nan)
+    useful = _usefulness(history, ablation)
     shown = [i for i in range(len(plan)) if not rows // 2 <= i < len(plan) - rows // 2]
     lapses = history.lapses.found(gated(plan))
     seen = _Seen(history, gate_max, woke or {}, lapses)
     rows_of_all = [seen.row(plan.branches[i], i) for i in shown]
     kept = [i for i, h in enumerate(_HEADINGS) if h not in _RARE or any(cells[i] != "-" for cells in rows_of_all)]
-    headings = [_HEADINGS[i] for i in kept]
-    table_rows = [tuple(cells[i] for i in kept) for cells in rows_of_all]
+    headings = [*(_HEADINGS[i] for i in kept), *useful]
+    measured = [[column.get(plan.branches[i].name, "-") for column in useful.values()] for i in shown]
+    table_rows = [(*(cells[i] for i in kept), *more) for cells, more in zip(rows_of_all, measured, strict=True)]
     room = _room(headings, table_rows, width or Console().width)
     narrow = max((len(plan.branches[i].name) for i in shown), default=0) > room
     if narrow:
@@ -112,6 +117,19 @@ def _lapsed(lapses: dict[str, Lapse]) -> str:
     kinds = [x.kind for x in lapses.values()]
     words = {"nonfinite": "not finite", "silent": "without a gradient"}
     return "".join(f", {kinds.count(kind)} {word}" for kind, word in words.items() if kind in kinds)
+
+
+def _usefulness(history: History, ablation: Ablation | None) -> dict[str, dict[str, str]]:
+    """Columns of what was measured, by heading and branch: the gate path, and closing one branch with its error."""
+    columns = {}
+    if len(history.attributions):
+        row = history.attributions.values[-1]
+        columns["attribution"] = {n: _number(v) for n, v in zip(history.branches, row, strict=True)}
+    if ablation is not None:
+        errors = ablation.errors
+        closing = {n: f"{v:.3g} ± {errors[n]:.1g}" for n, v in ablation.means.items()}
+        columns["rise if closed"] = closing
+    return columns
 
 
 def _number(value: Tensor) -> str:

@@ -90,10 +90,10 @@ def take_batch(loader: Any, size: int | None = SMALL, apart: tuple[Any, ...] = (
         same = all(kept is loader[key] for key, (_, kept) in taken.items())
         batch = {key: batch for key, (batch, _) in taken.items()}
         return batch, loader if same else {key: kept for key, (_, kept) in taken.items()}
-    if isinstance(loader, list | tuple) and loader and all(_is_loader(x) for x in loader):
+    if isinstance(loader, list | tuple) and loader and all(is_loader(x) for x in loader):
         return type(loader)(take_batch(value, size, apart)[0] for value in loader), loader
     with keep_rng():
-        if _is_loader(loader):
+        if is_loader(loader):
             return _from_loader(loader, size, apart), loader
         if isinstance(loader, Iterator) and not hasattr(loader, "__dict__"):
             state = _random_state()
@@ -103,7 +103,7 @@ def take_batch(loader: Any, size: int | None = SMALL, apart: tuple[Any, ...] = (
         return _from_source(loader, 1, lambda items: items[0], loader, apart), loader
 
 
-def _is_loader(value: Any) -> bool:
+def is_loader(value: Any) -> bool:
     """Whether something is built like torch's ``DataLoader``, as those of other packages are."""
     return all(hasattr(value, name) for name in ("dataset", "collate_fn", "batch_sampler", "batch_size"))
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
-from lit_resinit.errors import NoBranchError, ResInitError, TraceError
+from lit_resinit.errors import NoBranchError, TraceError
 from lit_resinit.graph.trace import Run
 from lit_resinit.plan.make import as_arguments
 from lit_resinit.trainer.batches import SMALL, replace_loader, take_batch, training_loader
@@ -45,7 +45,7 @@ def plain_forward(trainer: Any) -> Run:
     """A runner for :func:`~lit_resinit.graph.trace.trace`: the module's forward, the rest silenced."""
 
     def run(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        _silence(module, trainer)
+        silence(module, trainer)
         return module(*args, **kwargs)
 
     return run
@@ -55,47 +55,32 @@ def training_step(trainer: Any, loader: Any = None) -> Run:
     """A runner for :func:`~lit_resinit.graph.trace.trace`: the training step on a batch, the rest silenced."""
 
     def run(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        _silence(module, trainer, loader)
+        silence(module, trainer, loader)
         batch = args[0]
         batch = module.on_before_batch_transfer(batch, 0)
         batch = module.on_after_batch_transfer(batch, 0)
-        names = list(inspect.signature(module.training_step).parameters)
-        if "dataloader_iter" in names:
-            raise TraceError("training_step takes `dataloader_iter`; pass `ResidualInit(example_inputs=...)`.")
-        takes_index = len(names) > 1 or any(
-            p.kind is p.VAR_POSITIONAL for p in inspect.signature(module.training_step).parameters.values()
-        )
-        if not takes_index:
-            return module.training_step(batch)
-        out = module.training_step(batch, 0)
-        skipped = out is None and module.automatic_optimization
-        return module.training_step(batch, 1) if skipped else out
+        return step(module, batch)
 
     return run
 
 
-def few_batches(trainer: Any, count: int) -> list[Any]:
-    """The first validation batches, or the first training batches where there is no validation."""
-    loaders = trainer.val_dataloaders or trainer.train_dataloader
-    loader = loaders[0] if isinstance(loaders, Sequence) else loaders
-    return [batch for batch, _ in zip(loader, range(count), strict=False)]
+def step(module: Any, batch: Any) -> Any:
+    """What a module's training step returns for a batch; for the next one, where it skips the first."""
+    names = list(inspect.signature(module.training_step).parameters)
+    if "dataloader_iter" in names:
+        raise TraceError("training_step takes `dataloader_iter`; pass `ResidualInit(example_inputs=...)`.")
+    takes_index = len(names) > 1 or any(
+        p.kind is p.VAR_POSITIONAL for p in inspect.signature(module.training_step).parameters.values()
+    )
+    if not takes_index:
+        return module.training_step(batch)
+    out = module.training_step(batch, 0)
+    skipped = out is None and module.automatic_optimization
+    return module.training_step(batch, 1) if skipped else out
 
 
-def training_loss(trainer: Any) -> Callable[[Any, Any], Tensor]:
-    """The loss of a module's training step on a batch, the rest silenced."""
-    run = training_step(trainer)
-
-    def loss_fn(module: Any, batch: Any) -> Tensor:
-        out = run(module, (module.transfer_batch_to_device(batch, module.device, 0),), {})
-        loss = out["loss"] if isinstance(out, dict) else out
-        if not isinstance(loss, Tensor):
-            raise ResInitError("measuring usefulness: expected training_step to return a loss, found none.")
-        return loss
-
-    return loss_fn
-
-
-def _silence(module: nn.Module, trainer: Any, loader: Any = None) -> None:
+def silence(module: nn.Module, trainer: Any, loader: Any = None) -> None:
+    """Let a step of this module, or of its copy, reach neither loggers nor optimizers nor the Trainer."""
     image = stand_in(trainer, module, loader)
     for child in module.modules():
         if hasattr(child, "training_step"):

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from lit_resinit.report.figures import activation_figure, takes_figures
+from lit_resinit.report.attribution import run_figure
+from lit_resinit.report.figures import takes_figures
 from lit_resinit.trainer.steps import step_index
 from lit_resinit.watch.history import History
-from lit_resinit.watch.logs import metrics
+from lit_resinit.watch.logs import attribution_metrics, metrics
 
 
 def send_record(trainer: Any, history: History, per_branch: bool | None, *, to_loggers: bool) -> dict[str, float]:
@@ -25,6 +26,13 @@ def send_record(trainer: Any, history: History, per_branch: bool | None, *, to_l
     for logger in trainer.loggers if to_loggers else ():
         logger.log_metrics(values, step=step_index(trainer))
     return values
+
+
+def send_attribution(trainer: Any, history: History, per_branch: bool | None) -> None:
+    """The newest measurement along the gate path, to each logger."""
+    values = attribution_metrics(history, per_branch)
+    for logger in trainer.loggers:
+        logger.log_metrics(values, step=step_index(trainer))
 
 
 def show_progress(trainer: Any, module: Any, history: History, values: dict[str, float]) -> None:
@@ -51,7 +59,7 @@ def send_figure(trainer: Any, history: History) -> bool:
     takers = [send for logger in trainer.loggers if (send := takes_figures(logger)) is not None]
     if not takers or importlib.util.find_spec("matplotlib") is None:
         return False
-    figure = activation_figure(history)
+    figure = run_figure(history)
     for send in takers:
         send("resinit/blocks", figure, step_index(trainer))
     return True

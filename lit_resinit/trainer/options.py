@@ -8,6 +8,7 @@ from lit_resinit.plan.make import check_patterns
 from lit_resinit.plan.values import Scheme
 
 Policy = Literal["raise", "warn", "ignore"]
+Usefulness = bool | Literal["path"]
 
 
 def check_options(
@@ -29,6 +30,16 @@ def check_options(
         raise ValueError(f"Expected argument `on_ratio` to be a positive number but got {on_ratio!r}")
     if every is not None and (not isinstance(every, int) or every < 0):
         raise ValueError(f"Expected argument `log_every_n_steps` to be None or a number of steps but got {every!r}")
+
+
+def check_usefulness(usefulness: Any) -> None:
+    """Refuse what is none of the ways to measure usefulness.
+
+    Raises:
+        ValueError: Naming what was expected, and the value.
+    """
+    if not isinstance(usefulness, bool) and usefulness != "path":
+        raise ValueError(f"Expected argument `usefulness` to be True, False or 'path' but got {usefulness!r}")
 
 
 def _check_one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lit_resinit.errors import ResInitError, warn
-from lit_resinit.report.figures import activation_figure
+from lit_resinit.report.attribution import run_figure
 from lit_resinit.report.files import check_report, is_page, replace_file
 from lit_resinit.report.page import LivePage, clock
 from lit_resinit.trainer.steps import agreement
@@ -57,7 +57,7 @@ class RunReport:
         if self._page is not None:
             return
         try:
-            replace_file(self.path, activation_figure(history).savefig)
+            replace_file(self.path, run_figure(history).savefig)
         except OSError as error:
             warn(
                 f"the picture {self.path} could not be written ({error}); the training is kept. Draw it from a "

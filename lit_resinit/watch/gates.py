@@ -16,22 +16,28 @@ from lit_resinit.plan.values import ResidualPlan
 
 
 def gate_statistics(model: nn.Module, plan: ResidualPlan) -> Tensor:
-    """Gate (signed for a scalar, else root mean square), largest ``|gate|``, gradient RMS and ``|sum g dL/dg|``.
+    """Gate (signed for a scalar, else root mean square), largest ``|gate|``, gradient RMS and saliency.
 
-    A gate is measured as its distance from the closing value, so that a closed gate is zero.
+    A gate is measured as its distance from the closing value, so that a closed gate is zero. The saliency is
+    ``sum g dL/dg + sum b dL/db``, ``b`` being what is added after the gate and closed with it: exactly the product of
+    the branch with the error that arrives there, where the gate is a norm, a scale or a last layer.
 
     Returns:
         ``(4, branches)``, float32, on the device; NaN where a branch has no gate or a gate no gradient.
     """
-    wanted = {g.parameter for b in plan.branches for g in b.gates}
+    wanted = {n for b in plan.branches for g in b.gates for n in (g.parameter, *g.biases)}
     named = ((clean_name(n), p) for n, p in model.named_parameters(remove_duplicate=False))
-    gates = {n: (whole(p).detach(), _dense(p.grad if p.requires_grad else None)) for n, p in named if n in wanted}
+    parameters = {n: (whole(p).detach(), _dense(p.grad if p.requires_grad else None)) for n, p in named if n in wanted}
     with measuring():
-        found = _statistics_of(plan, gates)
+        found = _statistics_of(plan, parameters)
         device = next((c.device for c in found.values()), torch.device("cpu"))
         empty = torch.full((4,), math.nan, device=device)
         columns = [_joined([found[k] for k in map(_key, b.gates) if k in found], empty) for b in plan.branches]
-        return torch.stack([c.to(device) for c in columns], dim=1) if columns else empty[:, None]
+        if not columns:
+            return empty[:, None]
+        table = torch.stack([c.to(device) for c in columns], dim=1)
+        table[3] += _bias_products(plan, parameters, device)
+        return table
 
 
 def _key(gate: Gate) -> tuple[str, int | None]:
@@ -63,6 +69,34 @@ def _statistics_of(
     return found
 
 
+def _bias_products(
+    plan: ResidualPlan, parameters: dict[str, tuple[Tensor, Tensor | None]], device: torch.device
+) -> Tensor:
+    """``sum b dL/db`` over what is closed with the gates of each branch, ``(branches,)``; tensors alike are one tensor.
+
+    Without a gradient a bias of zero contributes nothing, and another one an unknown number.
+    """
+    own = [[n for n in dict.fromkeys(n for g in b.gates for n in g.biases) if n in parameters] for b in plan.branches]
+    alike: dict[tuple[Any, ...], list[str]] = {}
+    for name in dict.fromkeys(n for names in own for n in names):
+        value, grad = parameters[name]
+        alike.setdefault((value.shape, value.dtype, value.device, grad is None), []).append(name)
+    products: dict[str, Tensor] = {}
+    for (*_, unknown), names in alike.items():
+        values = _in_rows([parameters[n][0] for n in names])
+        if unknown:
+            rows = torch.where((values != 0).any(1), math.nan, 0.0)
+        else:
+            rows = (values * _in_rows([g for n in names if (g := parameters[n][1]) is not None])).sum(1)
+        products |= dict(zip(names, rows.to(device).unbind(), strict=True))
+    total = torch.zeros(len(own), device=device)
+    chosen = [(i, products[n]) for i, names in enumerate(own) for n in names]
+    if chosen:
+        index = torch.tensor([i for i, _ in chosen], device=device)
+        total.index_add_(0, index, torch.stack([p for _, p in chosen]))
+    return total
+
+
 def _in_rows(tensors: Sequence[Tensor]) -> Tensor:
     """Tensors of one shape as float32 rows; one element of a shared parameter has no dimension of its own."""
     return torch.stack(list(tensors)).reshape(len(tensors), -1).float()
@@ -75,7 +109,7 @@ def _statistics(distance: Tensor, slope: Tensor | None) -> Tensor:
     if slope is None:
         nothing = torch.full_like(size, math.nan)
         return torch.stack([size, largest, nothing, nothing])
-    return torch.stack([size, largest, slope.square().mean(1).sqrt(), (distance * slope).sum(1).abs()])
+    return torch.stack([size, largest, slope.square().mean(1).sqrt(), (distance * slope).sum(1)])
 
 
 def _joined(rows: list[Tensor], empty: Tensor) -> Tensor:

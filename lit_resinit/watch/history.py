@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lit_resinit.errors import ResInitError
+from lit_resinit.watch.attributions import Attributions
 from lit_resinit.watch.lapses import Lapses
 
 if TYPE_CHECKING:
@@ -49,6 +50,11 @@ class History:
         variance_ratio: ``var_branch / var_stream``.
         lapses: Gates that lived and no longer do, as :class:`~lit_resinit.watch.lapses.Lapses` counts them.
         saliency: First-order usefulness ``|sum g * dL/dg|``, in units of the loss.
+        saliency: ``sum g * dL/dg + sum b * dL/db`` with the biases closed with the gate, in units of the loss. To first
+            order closing the branch raises the loss by minus this number.
+        attribution: What each branch takes off the loss on data held out, by the gate path
+            (:func:`lit_resinit.attribute`); NaN for records after which it was not measured.
+        attributions: The same by the steps at which it was measured, with the loss beside it.
 
     Example:
         >>> history = History(["a", "b"])
@@ -64,6 +70,7 @@ class History:
     var_branch: Tensor
     variance_ratio: Tensor
     saliency: Tensor
+    attribution: Tensor
 
     def __init__(self, branches: Sequence[str], on_ratio: float = _ON_RATIO, limit: int = _LIMIT) -> None:
         if limit < 2:
@@ -74,6 +81,8 @@ class History:
         self._stride, self._count = 1, 0
         self._on = torch.full((len(self.branches),), _OFF, dtype=torch.int64)
         self.lapses = Lapses(self.branches)
+        self._columns: dict[str, Tensor] = {}  # what was read since the last record
+        self.attributions = Attributions(len(self.branches), limit)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -100,6 +109,7 @@ class History:
             var_stream > 0, var_branch / var_stream.clamp(min=torch.finfo(torch.float32).tiny), math.nan
         )
         row = torch.stack([gates[0], gates[1], gates[2], var_stream, var_branch, ratio, gates[3]]).float().cpu()
+        self._columns.clear()
         if self._rows and (self._count - 1) % self._stride != 0:
             self._rows.pop()
         self._rows.append((step, row))
@@ -123,16 +133,41 @@ class History:
         return torch.tensor([step for step, _ in self._rows], dtype=torch.int64)
 
     def __getattr__(self, name: str) -> Tensor:
+        if name == "attribution":
+            return self.attributions.by_record(self.steps)
         if name not in QUANTITIES:
             raise AttributeError(f"History has no attribute {name!r}")
-        position = QUANTITIES.index(name)
         if not self._rows:
             return torch.zeros(0, len(self.branches))
-        return torch.stack([row[position] for _, row in self._rows])
+        if name not in self._columns:
+            position = QUANTITIES.index(name)
+            self._columns[name] = torch.stack([row[position] for _, row in self._rows])
+        return self._columns[name].clone()
 
     def newest(self, quantity: str) -> Tensor:
         """The last record of one quantity, ``(branches,)``."""
         return self._rows[-1][1][QUANTITIES.index(quantity)]
+
+    def attribute(self, step: int, values: Mapping[str, float], loss: float, joint: float) -> None:
+        """Add what was measured along the gate path.
+
+        Args:
+            step: Optimizer steps done.
+            values: Branch name to attribution, as :func:`lit_resinit.attribute` returns it.
+            loss: Loss on the data of the measurement.
+            joint: Loss with all gates closed, minus the loss.
+        """
+        row = torch.tensor([values.get(name, math.nan) for name in self.branches])
+        self.attributions.append(step, row, loss, joint)
+
+    def mean_saliency(self, records: int = 10) -> Tensor:
+        """Mean absolute saliency of each branch over the last records, ``(branches,)``: one batch alone is noise.
+
+        Args:
+            records: How many; those without a gradient are left out, and NaN is what no record has.
+        """
+        rows = [row[QUANTITIES.index("saliency")] for _, row in self._rows[-records:]]
+        return torch.stack(rows).abs().nanmean(0) if rows else torch.full((len(self.branches),), math.nan)
 
     def switched_on(self) -> dict[str, int | None]:
         """For every branch the first recorded step at which its variance ratio reached ``on_ratio``.
@@ -170,7 +205,8 @@ class History:
         """A tidy table: one row for each record and branch.
 
         Returns:
-            Columns ``step``, ``branch``, then every quantity of :class:`History`.
+            Columns ``step``, ``branch``, then every quantity of :class:`History`, and ``attribution`` where it was
+            measured.
 
         Raises:
             ResInitError: If pandas is missing.
@@ -185,13 +221,16 @@ class History:
             "step": self.steps.repeat_interleave(len(self.branches)).numpy(),
             "branch": self.branches * len(self),
         }
-        return pandas.DataFrame(columns | {q: getattr(self, q).flatten().numpy() for q in QUANTITIES})
+        quantities = (*QUANTITIES, "attribution") if len(self.attributions) else QUANTITIES
+        return pandas.DataFrame(columns | {q: getattr(self, q).flatten().numpy() for q in quantities})
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in plain types (numbers, strings, lists, tensors)."""
         quantities = {q: getattr(self, q) for q in QUANTITIES}
         state = {"stride": self._stride, "count": self._count, "limit": self.limit, "on_ratio": self.on_ratio}
-        return {"branches": list(self.branches), "steps": self.steps, "on": self._on.clone(), **state, **quantities}
+        measured = {"attribution": self.attribution, **self.attributions.to_dict()}
+        own = {"branches": list(self.branches), "steps": self.steps, "on": self._on.clone()}
+        return own | state | quantities | measured
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> History:
@@ -226,6 +265,7 @@ class History:
         limit = max(int(values.get("limit", _LIMIT)), len(steps), 2)
         history = cls(branches, float(values.get("on_ratio", _ON_RATIO)), limit)
         history._rows = list(zip(steps, table, strict=True))
+        history.attributions = Attributions.from_dict(values, len(branches), limit)
         history._stride, history._count = int(values.get("stride", 1)), int(values.get("count", len(steps)))
         for step, row in history._rows:
             history._see(step, row)

@@ -35,14 +35,39 @@ def metrics(history: History, per_branch: bool | None = None) -> dict[str, float
         "resinit/variance_ratio_max": _safe(ratio, max),
         "resinit/variance_ratio_min": _safe(ratio, min),
     }
-    names = log_names(history.branches) if named_branches else []
+    names = log_names(history.branches) if named_branches else None
     for quantity, row in values.items():
-        if named_branches:
-            result |= {f"resinit/{quantity}/{name}": v for name, v in zip(names, row.tolist(), strict=True)}
-        else:
-            spread = torch.nanquantile(row, torch.tensor([0.1, 0.5, 0.9])).tolist()
-            result |= {f"resinit/{quantity}/q{q}": v for q, v in zip((10, 50, 90), spread, strict=True)}
+        result |= _keys(quantity, row, names)
     return result
+
+
+def attribution_metrics(history: History, per_branch: bool | None = None) -> dict[str, float]:
+    """The newest measurement along the gate path as logger keys.
+
+    Args:
+        history: A history with at least one measurement.
+        per_branch: Whether every branch has a key of its own; up to 64 branches when None.
+
+    Logged: ``resinit/attribution/<branch>``, or its quantiles as for :func:`metrics`; ``resinit/attribution_sum``,
+    ``resinit/attribution_joint`` (what the sum should be) and ``resinit/attribution_loss`` (on the same data).
+    """
+    named_branches = len(history.branches) <= _NAMED if per_branch is None else per_branch
+    found = history.attributions
+    row = found.values[-1]
+    result = {
+        "resinit/attribution_sum": float(row.nansum()),
+        "resinit/attribution_joint": float(found.joint[-1]),
+        "resinit/attribution_loss": float(found.loss[-1]),
+    }
+    return result | _keys("attribution", row, log_names(history.branches) if named_branches else None)
+
+
+def _keys(quantity: str, row: Tensor, names: Sequence[str] | None) -> dict[str, float]:
+    """A key for each branch, or for three quantiles where there are no names."""
+    if names is not None:
+        return {f"resinit/{quantity}/{name}": v for name, v in zip(names, row.tolist(), strict=True)}
+    spread = torch.nanquantile(row, torch.tensor([0.1, 0.5, 0.9])).tolist()
+    return {f"resinit/{quantity}/q{q}": v for q, v in zip((10, 50, 90), spread, strict=True)}
 
 
 def _safe(row: Tensor, reduce: Any) -> float:

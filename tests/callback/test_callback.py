@@ -635,7 +635,7 @@ def test_what_was_measured_of_usefulness_is_printed(
     ours = ResidualInit(usefulness=True, on_ratio=1e-12, report=str(tmp_path / "run.html"))
     trainer(tmp_path, ours).fit(Classifier(stack(Scaled, depth)), data(WIDTH), data(WIDTH))
     printed = " ".join(capsys.readouterr().out.split())
-    assert len(ours.agreements) == 2
+    assert len(ours.agreements) == 3
     for agreement in ours.agreements:
         assert str(agreement) in printed
         assert str(agreement) in (tmp_path / "run.html").read_text()

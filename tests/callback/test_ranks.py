@@ -76,3 +76,22 @@ def test_a_scaler_is_waited_for_on_both_ranks(runs: Path) -> None:
     for found in ranks(runs / "scaler"):
         assert found["identity"]
         assert set(found["statuses"]) == {"alive"}
+
+
+def test_usefulness_is_that_of_the_data_of_both_ranks(runs: Path) -> None:
+    left, right = ranks(runs / "useful")
+    assert left["usefulness"] == right["usefulness"]
+    assert set(left["usefulness"]) == {"net.0", "net.1"}
+    assert left["attribution_steps"].tolist() == [1, 6, 11, 12]
+    for quantity in ("attribution_values", "attribution_loss", "attribution_joint"):
+        assert torch.equal(left[quantity], right[quantity])
+    torch.testing.assert_close(left["attribution_values"].sum(1), left["attribution_joint"], rtol=0.1, atol=1e-6)
+    assert all(torch.equal(left["state"][name], value) for name, value in right["state"].items())
+
+
+def test_usefulness_that_one_rank_cannot_measure_stops_none(runs: Path) -> None:
+    for found in ranks(runs / "useless"):
+        assert found["usefulness"] is None
+        assert len(found["attribution_steps"]) == 0
+        assert len(found["steps"]) == 12
+        assert "error" not in found

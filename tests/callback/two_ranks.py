@@ -55,7 +55,9 @@ class Telling(ResidualInit):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
-        self._write(trainer, state={n: v.clone() for n, v in pl_module.state_dict().items()})
+        self._write(
+            trainer, usefulness=self.usefulness, state={n: v.clone() for n, v in pl_module.state_dict().items()}
+        )
 
 
 class OnRankOne(Classifier):
@@ -129,10 +131,32 @@ def masked_data() -> Any:
     return loader
 
 
-def fit(root: Path, module: pl.LightningModule, loader: Any, scheme: Any = "auto", **options: Any) -> None:
-    ours = Telling(scheme)
+class OnOne(Classifier):
+    """The step has no loss on held-out data on rank 1."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if not self.training and torch.distributed.get_rank() == 1:
+            raise KeyError("only here")
+        return super().training_step(batch, batch_idx)
+
+
+def useful(root: Path, module: pl.LightningModule) -> None:
+    options = {"usefulness": "path", "max_steps": 12, "max_epochs": -1}
+    fit(root, module, data(WIDTH, rows=48), held=data(WIDTH, rows=96), **options)
+
+
+def fit(
+    root: Path,
+    module: pl.LightningModule,
+    loader: Any,
+    scheme: Any = "auto",
+    usefulness: Any = False,
+    held: Any = None,
+    **options: Any,
+) -> None:
+    ours = Telling(scheme, usefulness=usefulness)
     ours.root = root
-    trainer(root, ours, **TWO | options).fit(module, loader)
+    trainer(root, ours, **TWO | options).fit(module, loader, held)
 
 
 def masked(root: Path) -> None:
@@ -156,6 +180,8 @@ RUNS: dict[str, Callable[[Path], None]] = {
     "asleep": lambda root: fit(root, zero_head(), data(WIDTH, rows=24)),
     "patience": masked,
     "scaler": scaled,
+    "useful": lambda root: useful(root, Classifier(stack(Scaled), lr=0.3)),
+    "useless": lambda root: useful(root, OnOne(stack(Scaled), lr=0.3)),
 }
 
 

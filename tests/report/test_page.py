@@ -269,6 +269,23 @@ def test_every_figure_is_drawn_without_network_or_complaint(browser: Any, run_pa
 
 @needs_browser
 @pytest.mark.browser
+def test_who_carries_the_loss_is_drawn_where_it_was_measured(browser: Any, tmp_path: Path) -> None:
+    history = history_of(12, 30)
+    for step in range(0, 300, 60):
+        history.attribute(step, {name: 0.01 * (i - 3) for i, name in enumerate(history.branches)}, 2.0, 0.3)
+    write_page(tmp_path / "run.html", history)
+    tab, trouble = shown(browser, tmp_path / "run.html")
+    assert trouble == []
+    assert tab.locator(".js-plotly-plot").count() == 7
+    assert tab.locator("#path .scatterlayer .point").count() == 10
+    assert tab.locator("#stack .scatterlayer .trace").count() == 12 + 3 + 2  # up, down, sum and joint effect
+    assert tab.locator("#stack .shapelayer path").count() == 10
+    assert tab.locator("#loss .legendtext").all_text_contents() == ["as it is", "all gates closed"]
+    assert tab.locator("#table th").all_inner_texts()[-1] == "attribution"
+
+
+@needs_browser
+@pytest.mark.browser
 def test_hovering_shows_block_step_and_values(browser: Any, run_page: Path) -> None:
     tab, _ = shown(browser, run_page)
     area = tab.locator("#map .nsewdrag").first.bounding_box()

@@ -11,6 +11,7 @@ from torch import nn
 from lit_resinit import History, make_plan
 from lit_resinit.plan.values import ResidualPlan
 from lit_resinit.report import history_table
+from lit_resinit.watch.usefulness import Ablation
 
 X = torch.randn(4, WIDTH)
 
@@ -22,10 +23,10 @@ def watched(plan: ResidualPlan, ratios: list[list[float]]) -> History:
     return history
 
 
-def printed(plan: ResidualPlan, history: History) -> list[list[str]]:
+def printed(plan: ResidualPlan, history: History, ablation: Ablation | None = None) -> list[list[str]]:
     """Cells of the printed table."""
     file = io.StringIO()
-    Console(file=file, width=200).print(history_table(plan, history))
+    Console(file=file, width=200).print(history_table(plan, history, ablation=ablation))
     lines = [line for line in file.getvalue().splitlines() if line.startswith("│")]
     return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
 
@@ -93,3 +94,12 @@ def test_branches_that_were_open_from_the_start_have_no_place() -> None:
     table = history_table(plan, history)
     assert table.title == "2 of 2 residual branches switched on by step 1; 1 open from the start"
     assert [row[4:] for row in printed(plan, history)] == [["start", "-"], ["0", "1"], ["1", "2"]]
+
+
+def test_usefulness_has_columns_where_it_was_measured() -> None:
+    plan = make_plan(nn.Sequential(Scaled(), NormLast()), X)
+    history = watched(plan, [[0.0, 0.5]])
+    history.attribute(1, {"0": 0.25, "1": -0.125}, 1.0, 0.125)
+    assert [row[6:] for row in printed(plan, history)] == [["0.25"], ["-0.125"]]
+    ablation = Ablation(("1",), torch.ones(2), torch.tensor([[0.1], [0.3]]))
+    assert [row[6:] for row in printed(plan, history, ablation)] == [["0.25", "-"], ["-0.125", "0.2 ± 0.1"]]

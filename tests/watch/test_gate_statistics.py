@@ -38,7 +38,46 @@ def test_each_branch_has_the_numbers_of_its_own_element(shape: tuple[int, ...]) 
     assert gate.tolist() == ([0.5, -2.0, 0.0] if size == 1 else [0.5, 2.0, 0.0])
     assert largest.tolist() == [0.5, 2.0, 0.0]
     assert slope.tolist() == [3.0, 3.0, 3.0]
-    assert saliency.tolist() == [1.5 * size, 6.0 * size, 0.0]
+    assert saliency.tolist() == [1.5 * size, -6.0 * size, 0.0]
+
+
+class Ends(nn.Module):
+    """Keeps the end of the branch, with its error."""
+
+    def __init__(self, last: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.last = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), last
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.end = self.last(self.inner(x))
+        if self.end.requires_grad and not isinstance(self.end, torch._subclasses.FakeTensor):
+            self.end.retain_grad()
+        return x + self.end
+
+
+@pytest.mark.parametrize("last", [nn.LayerNorm(WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)])
+def test_saliency_is_the_product_of_branch_and_error(last: nn.Module) -> None:
+    torch.manual_seed(0)
+    nn.init.normal_(last.weight)
+    nn.init.normal_(last.bias)
+    model, x = nn.Sequential(Ends(last), nn.Linear(WIDTH, 2)), torch.randn(6, WIDTH)
+    plan = make_plan(model, x, scheme="last_layer" if isinstance(last, nn.Linear) else "auto")
+    assert plan.branches[0].gates[0].biases == ("0.last.bias",)
+    model(x).square().mean().backward()
+    wanted = (model[0].end * model[0].end.grad).sum().item()
+    assert abs(wanted) > 1e-3
+    assert gate_statistics(model, plan)[3].item() == pytest.approx(wanted, rel=1e-4)
+
+
+def test_a_bias_without_gradient_counts_only_where_it_is_zero() -> None:
+    model, x = nn.Sequential(Ends(nn.LayerNorm(WIDTH)), nn.Linear(WIDTH, 2)), torch.randn(6, WIDTH)
+    plan = make_plan(model, x)
+    model[0].last.bias.requires_grad_(False)
+    model(x).square().mean().backward()
+    gate = model[0].last.weight
+    assert gate_statistics(model, plan)[3].item() == pytest.approx((gate * gate.grad).sum().item(), rel=1e-4)
+    model[0].last.bias.fill_(1.0)
+    assert bool(gate_statistics(model, plan)[3].isnan())
 
 
 def test_scales_in_one_parameter_are_recorded_in_a_run(tmp_path: Path) -> None:

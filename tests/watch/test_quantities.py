@@ -97,7 +97,7 @@ def wanted_rows(steps: list[list[dict[str, Any]]]) -> dict[str, np.ndarray]:
             columns["var_stream"].append(stream)
             columns["var_branch"].append(branch)
             columns["variance_ratio"].append(branch / stream)
-            columns["saliency"].append(np.abs((gate * gradient).sum()))
+            columns["saliency"].append((gate * gradient).sum())
         for quantity, values in columns.items():
             rows[quantity].append(values)
     return {q: np.array(values) for q, values in rows.items()}

@@ -8,7 +8,7 @@ from networks import WIDTH, NormLast, Plain, Scaled, stack
 from torch import Tensor, nn
 
 from lit_resinit import History, apply_, make_plan, measure_usefulness
-from lit_resinit.watch.usefulness import Agreement, agreements, rank_agreement
+from lit_resinit.watch.agreement import Agreement, agreements, rank_agreement
 
 X = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0))
 
@@ -137,12 +137,18 @@ def test_too_few_or_equal_values_have_no_correlation(values: list[float]) -> Non
     assert "no rank correlation" in str(found)
 
 
-def test_the_sentence_has_the_numbers_and_the_verdict() -> None:
-    assert str(Agreement("early switching on", 0.8, -0.5, 0.5, 12)) == (
+def test_the_sentence_has_the_numbers_the_verdict_and_the_reliability() -> None:
+    assert str(Agreement("early switching on", 0.8, -0.5, 0.5, 12, 0.81)) == (
         "usefulness and early switching on: Spearman correlation +0.80 over 12 branches; random orders give -0.50 to "
-        "+0.50 (95 %): beyond chance."
+        "+0.50 (95 %): beyond chance. Usefulness has a split-half reliability of 0.81, so that about 0.90 is the most."
     )
-    assert "not told from chance" in str(Agreement("x", 0.3, -0.5, 0.5, 12))
+    assert "not told from chance" in str(Agreement("x", 0.3, -0.5, 0.5, 12, 0.5))
+
+
+def test_no_correlation_is_told_without_the_reliability_that_bounds_it() -> None:
+    text = str(Agreement("x", 0.8, -0.5, 0.5, 12))
+    assert "0.8" not in text
+    assert "reliability of usefulness is not known" in text
 
 
 def test_earlier_and_more_useful_is_a_positive_correlation() -> None:
