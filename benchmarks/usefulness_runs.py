@@ -334,6 +334,6 @@ class Closing:
         return total / (2 * len(orders))
 
     def lower_half(self, values: Tensor) -> float:
-        """Rise of the loss when the lower half of a ranking is closed, as a part of the change by closing everything."""
+        """Rise of the loss when the lower half is closed, as a part of the change by closing everything."""
         order = values.argsort(descending=True, stable=True).tolist()
         return (self.loss(order[: len(order) - len(order) // 2]) - self.open) / abs(self.joint)
