@@ -334,11 +334,6 @@ class Closing:
         return total / (2 * len(orders))
 
     def lower_half(self, values: Tensor) -> float:
-        """What closing the lower half of a ranking costs, as a part of what closing everything does."""
+        """Rise of the loss when the lower half is closed, as a part of the change by closing everything."""
         order = values.argsort(descending=True, stable=True).tolist()
-        return (self.loss(order[: len(order) - len(order) // 2]) - self.open) / self.joint
-
-    def lower_half_at_random(self, times: int) -> float:
-        generator = torch.Generator().manual_seed(1)
-        rows = torch.rand(times, len(self._branches), generator=generator)
-        return sum(self.lower_half(row) for row in rows) / times
+        return (self.loss(order[: len(order) - len(order) // 2]) - self.open) / abs(self.joint)
