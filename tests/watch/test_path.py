@@ -17,7 +17,7 @@ import lit_resinit
 from lit_resinit import ResInitError, apply_, attribute, make_plan, measure_usefulness
 from lit_resinit.plan.values import ResidualPlan
 
-X = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(0), generator=torch.Generator().manual_seed(0))
+X = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
 def square(out: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def opened(model: nn.Module, x: Any = X, scheme: str = "auto", size: float = 0.3
         generator = torch.Generator().manual_seed(1)
         parameters = dict(model.named_parameters())
         with torch.no_grad():
-            for name in {n for g in plan.gates for n in (g.parameter, *g.biases)}:
+            for name in dict.fromkeys(n for g in plan.gates for n in (g.parameter, *g.biases)):
                 parameters[name].add_(size * torch.randn(parameters[name].shape, generator=generator))
     return plan
 
