@@ -42,7 +42,7 @@ def found_in(callbacks: list[Any]) -> Any:
     return next((c for c in callbacks if type(c).__name__ == "ResidualInit"), None)
 
 
-def row(model: str, true: int, run: Callable[[list[Any]], tuple[Any, float]]) -> Row:
+def row(model: str, true: int | None, run: Callable[[list[Any]], tuple[Any, float]]) -> Row:
     """One model: its branches, both verdicts, and how far predictions moved by saving and loading, with and without."""
     started = time.perf_counter()
     try:
@@ -115,7 +115,7 @@ def pytorch_forecasting() -> Iterator[Row]:
             moved = model.eval()(batch)["prediction"] - loaded(batch)["prediction"]
         return found_in(trainer.callbacks), float(moved.abs().max())
 
-    yield row("NBeats", 1, run)
+    yield row("NBeats", 6, run)
 
 
 def darts() -> Iterator[Row]:
@@ -139,7 +139,7 @@ def darts() -> Iterator[Row]:
     small = {"d_model": 16, "nhead": 2, "num_encoder_layers": 2, "num_decoder_layers": 1, "dim_feedforward": 16}
     yield row("TransformerModel", 7, lambda own: run("TransformerModel", small, own))
     yield row(
-        "TSMixerModel", 5, lambda own: run("TSMixerModel", {"hidden_size": 8, "ff_size": 8, "num_blocks": 2}, own)
+        "TSMixerModel", None, lambda own: run("TSMixerModel", {"hidden_size": 8, "ff_size": 8, "num_blocks": 2}, own)
     )
     yield row(
         "NBEATSModel", 2, lambda own: run("NBEATSModel", {"num_stacks": 1, "num_blocks": 2, "layer_widths": 16}, own)
@@ -280,7 +280,7 @@ def judge(found: Row) -> str:
     if found["found"] is None:
         return "refused: " + " ".join(found["says"].split())[:300]
     moved = found["moved"] > max(1e-4, 2 * found["alone"])
-    right = found["found"] == found["true"] and found["good"] and not moved
+    right = found["found"] == found["true"] and found["good"] and not moved  # None: not counted in the source yet
     return "right" if right else "WRONG"
 
 
@@ -298,7 +298,8 @@ def table(results: dict[str, Any]) -> list[str]:
             number, moved = found["found"], found.get("moved")
             cells = ["-" if number is None else str(number)]
             cells += ["-" if moved is None else f"{m:.1e}" for m in (found.get("alone"), moved)]
-            lines.append(f"| {label} | {found['model']} | {found['true']} | {' | '.join(cells)} | {judge(found)} |")
+            true = "not counted" if found["true"] is None else found["true"]
+            lines.append(f"| {label} | {found['model']} | {true} | {' | '.join(cells)} | {judge(found)} |")
     return lines
 
 
