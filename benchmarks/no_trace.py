@@ -2,9 +2,9 @@
 
 Run as ``python -m benchmarks.no_trace [--only TEXT] [--save FILE]``. One network with batch norm, dropout and a metric
 is trained by a Trainer in every set-up: each value of each axis alone, then two to four, drawn with a fixed
-seed. Compared are weights, buffers, the metric's state, optimizer states, the order and the content of the batches, the
-Trainer's steps and logged numbers, and where every random generator stands after the run. The exit code is the number
-of set-ups that differ.
+seed. Compared are weights, buffers, the metric's state, optimizer states, the order and the content of the batches,
+the Trainer's steps and logged numbers, and where every random generator stands after the run. The exit code is the
+number of set-ups that differ.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "compiled": lambda: torch.compile(net(), backend="eager"),
 }
 
-# -------------------------------------------------------------------- modules: how step and optimizer are written
+# -------------------------------------------------------------------- how step and optimizer are written
 
 
 class Module(pl.LightningModule):
