@@ -87,8 +87,10 @@ class Watching:
         gates = torch.full((4, len(self._plan)), math.nan)
         with self._faults:
             gates = gate_statistics(model, self._plan)
+        well = self._faults.first is None
         with self._faults:  # all ranks come here, whatever was measured on this one
-            self.recorded = record(self._history, step, gates, self._moments)
+            history = self._history if well else History(self._history.branches)
+            self.recorded = record(history, step, gates, self._moments) and well
         if not self.recorded:
             self.end()
         elif news := self._history.lapses.news(gated(self._plan)):
