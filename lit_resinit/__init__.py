@@ -33,6 +33,7 @@ from lit_resinit.plan.mark import Applied as Applied
 from lit_resinit.plan.mark import LoadHook as LoadHook
 from lit_resinit.plan.values import Branch, ResidualPlan
 from lit_resinit.plan.values import Stream as Stream
+from lit_resinit.report import figures as _figures  # noqa: F401 - enters what `History.plot` draws
 from lit_resinit.watch.history import History
 from lit_resinit.watch.usefulness import measure_usefulness
 from lit_resinit.watch.watching import watch  # takes the package's name here; `from lit_resinit.watch import ...` stays
@@ -76,6 +77,11 @@ try:
     __version__ = version("lit-resinit")
 except PackageNotFoundError:  # a checkout that is not installed
     __version__ = "0"
+
+
+def __dir__() -> list[str]:
+    """The public names, and nothing else."""
+    return sorted(__all__)
 
 
 def __getattr__(name: str) -> Any:

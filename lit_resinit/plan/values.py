@@ -10,7 +10,7 @@ from torch import nn
 
 from lit_resinit.find.gates import Gate
 from lit_resinit.graph.where import Address
-from lit_resinit.words import in_columns, in_common, together, without_numbers
+from lit_resinit.words import Shown, in_columns, in_common, together, without_numbers
 
 Scheme = Literal["auto", "zero", "insert", "last_layer", "sqrt_depth", "downscale", "observe"]
 Action = Literal["zero", "insert", "last_layer", "sqrt_depth", "downscale", "already_closed", "excluded", "observe"]
@@ -63,6 +63,10 @@ class Branch:
     reason: str = ""
     culprit: str = ""
 
+    def __repr__(self) -> str:
+        gates = f", gate {_gates_of(self)}" if self.gates else ""
+        return f"<Branch {self.name}: {self.skip} skip, {self.action}{gates}>"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stream:
@@ -84,7 +88,7 @@ class Stream:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ResidualPlan:
+class ResidualPlan(Shown):
     """What would be done to a model; a plain value, nothing is written until :func:`apply_`.
 
     Args:
@@ -124,6 +128,16 @@ class ResidualPlan:
 
     def __str__(self) -> str:
         return format_plan(self)
+
+    def __repr__(self) -> str:
+        return Shown.__repr__(self)  # or else it would be that of a dataclass
+
+    def _title(self) -> str:
+        title = f"{len(self)} residual branches, scheme {self.scheme}"
+        return title + (f"; zero layers outside: {', '.join(self.zero_layers)}" if self.zero_layers else "")
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        return _grouped(self)
 
     def below(self, name: str) -> ResidualPlan:
         """The same plan as seen from a module that holds the model under ``name``."""
@@ -218,6 +232,10 @@ class _Prefixed:
 
 def format_plan(plan: ResidualPlan) -> str:
     """The plan as a table; equal branches are one row."""
+    return f"{plan._title()}\n{in_columns(_grouped(plan))}"
+
+
+def _grouped(plan: ResidualPlan) -> list[tuple[str, ...]]:
     groups: dict[tuple[str, ...], list[Branch]] = {}
     for b in plan.branches:
         kinds = "-" if b.action == "sqrt_depth" else "+".join(g.kind for g in b.gates) or "-"
@@ -227,10 +245,7 @@ def format_plan(plan: ResidualPlan) -> str:
     for (skip, action, kinds, _), branches in groups.items():
         names, gates = [b.name for b in branches], [_gates_of(b) for b in branches]
         table.append((together(names), str(len(names)), skip, action, kinds, in_common(gates)))
-    title = f"{len(plan)} residual branches, scheme {plan.scheme}"
-    if plan.zero_layers:
-        title += f"; zero layers outside: {', '.join(plan.zero_layers)}"
-    return f"{title}\n{in_columns(table)}"
+    return table
 
 
 def _gates_of(branch: Branch) -> str:
