@@ -2,9 +2,8 @@
 
     python examples/soft_bound.py
 
-The bound keeps a correction shorter than B: ``bound(v) = B tanh(n/B)/n v`` with ``n = |v|``. At ``n = 0`` this is 0/0, and
-how that is guarded decides whether the layer before it can ever learn. All three start as the identity, and with the same
-loss.
+The bound keeps a correction shorter than B: ``bound(v) = B tanh(n/B)/n v`` with ``n = |v|``. At ``n = 0`` this is 0/0.
+How that is guarded decides whether the layer before it can ever learn. All three start as the identity, with one loss.
 """
 
 from __future__ import annotations
