@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import rich
 import torch
-from networks import WIDTH, NormLast, Scaled, stack
+from networks import WIDTH, Classifier, NormLast, Scaled, data, stack, trainer
 
 import lit_resinit
-from lit_resinit import History, apply_, check_identity, make_plan, observe
+from lit_resinit import History, ResidualInit, apply_, check_identity, make_plan, observe
 from lit_resinit.words import some_of
 
 X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -40,6 +40,13 @@ def test_reprs_are_one_short_line() -> None:
     assert repr(seen.gradients) == "<GradientReport: 6 alive>"
     assert repr(history()) == "<History: 2 records of 3 branches, steps 0 to 10, 2 switched on>"
     assert repr(History(["a"])) == "<History: 0 records of 1 branches>"
+
+
+def test_the_callback_says_what_it_knows(tmp_path: Path) -> None:
+    callback = ResidualInit("last_layer")
+    assert repr(callback) == "<ResidualInit: scheme last_layer, not set up>"
+    trainer(tmp_path, callback).fit(Classifier(stack(Scaled)), data(WIDTH))
+    assert repr(callback) == "<ResidualInit: scheme last_layer, 2 branches, 3 records>"
 
 
 def test_plans_that_are_equal_stay_equal_and_go_through_pickle() -> None:
