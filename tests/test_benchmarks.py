@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import checkers, depth, depth_training, overhead, peers, slow_start
+from benchmarks import checkers, depth, depth_training, device, overhead, peers, slow_start
 
 pytestmark = pytest.mark.slow
 
@@ -61,3 +61,15 @@ def test_only_closed_gates_keep_the_variance_at_the_start() -> None:
     assert growth["default"] > growth["1/sqrt(L)"] > 1.0
     (last,) = found["deepest"]
     assert last["branches closed"] == last["gates alive"] == last["blocks"]
+
+
+def test_steps_on_a_device_have_the_same_bits_and_all_are_measured() -> None:
+    found = device.main(["--small", "--device", "cpu"])
+    assert {r["precision"]: r["bits"] for r in found["bits"]} == dict.fromkeys(device.PRECISIONS, "equal")
+    assert [r["what"] for r in found["cost"]] == [
+        "step without a record",
+        "step that is recorded",
+        "first step, observed",
+        "identity check",
+    ]
+    assert all(float(r["plain steps"]) > 0 and r["transfers"] == "-" for r in found["cost"])

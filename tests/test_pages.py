@@ -68,7 +68,7 @@ def test_the_recipe_for_several_processes_runs_on_two() -> None:
 
 @pytest.mark.parametrize("page", WHOLE, ids=lambda page: page.stem)
 def test_the_code_of_every_page_runs_in_order(page: Path) -> None:
-    names = {"__name__": "page"}
+    names = {"__name__": "page"} | {name: getattr(lit_resinit, name) for name in lit_resinit.__all__}
     for source in blocks(page.read_text()):
         exec(compile(source, str(page), "exec"), names)
 

@@ -27,7 +27,7 @@ def outputs(graph: Graph, readers: Sequence[Sequence[int]]) -> set[int]:
     """
     unread = [n for n in graph.nodes if n.data and not readers[n.index] and n.op != "statistic"]
     losses = {n.index for n in unread if n.learned and math.prod(n.shape) == 1 and graph.calls[n.call].graded}
-    found = losses | {n for output in graph.outputs if not output.module for n in output.nodes}
+    found = losses | {n for output in graph.outputs if not output.module for n in (*output.nodes, *output.held)}
     return found or {n.index for n in unread}
 
 

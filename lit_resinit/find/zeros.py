@@ -18,8 +18,8 @@ _FACTORS = Does.MULTIPLIES | Does.APPLIES_WEIGHT
 
 
 def stays_zero(graph: Graph, node: Node, is_zero: IsZero) -> bool:
-    """Whether an operation's output is zero everywhere because of the inputs that are; never so for a leaf."""
-    return bool(zero_sources(graph, node, is_zero))
+    """Whether an operation's output is zero everywhere, by itself or because of the inputs that are."""
+    return ops.kind(node.op).zero is Zero.ALWAYS or bool(zero_sources(graph, node, is_zero))
 
 
 def zero_sources(graph: Graph, node: Node, is_zero: IsZero) -> tuple[int, ...]:
@@ -29,7 +29,7 @@ def zero_sources(graph: Graph, node: Node, is_zero: IsZero) -> tuple[int, ...]:
     constants do not count: what they hold is not known.
     """
     when = ops.kind(node.op).zero
-    if when is Zero.NEVER:
+    if when in (Zero.NEVER, Zero.ALWAYS):
         return ()
     if when is Zero.ANY:
         return () if _divides_by_zero(graph, node, is_zero) else tuple(i for i in node.inputs if is_zero(i))

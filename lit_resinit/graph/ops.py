@@ -45,6 +45,7 @@ class Zero(enum.Enum):
     ALL = "all inputs that move or learn are"
     ANY = "one input is"
     NEVER = "never for that reason"
+    ALWAYS = "always"
     SHIFT = "its input is, and the number added is zero too"
     ASK = "all inputs that move or learn are, and the function is zero at zero when called"
 
@@ -132,9 +133,10 @@ _TABLE: tuple[tuple[Kind, str], ...] = (
     # made, not computed
     (
         Kind(Does.CREATES),
-        "empty_like zeros_like ones_like full_like rand_like randint_like new_empty new_zeros new_ones new_full "
-        "new_empty_strided zero fill uniform exponential geometric log_normal cauchy bernoulli random",
+        "empty_like ones_like full_like rand_like randint_like new_empty new_ones new_full new_empty_strided fill "
+        "uniform exponential geometric log_normal cauchy bernoulli random",
     ),
+    (Kind(Does.CREATES, Zero.ALWAYS), "zeros zeros_like new_zeros zero"),
     (Kind(Does.CREATES | Does.DRAWS), "randn_like normal"),
     (Kind(Does.DRAWS), "randn normal_functional"),
 )
@@ -216,6 +218,17 @@ def at_zero(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         Value and slope at zero, or None when the operation mixes elements or cannot be called so.
     """
     return _measured(_Spelled(func, repr(args), repr(kwargs), args, kwargs))
+
+
+def is_idempotent(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function of one tensor, called as written, changes nothing of what it returned (a ReLU)."""
+    call = _Spelled(func, repr(args), repr(kwargs), args, kwargs)
+    with _disable_current_modes(), torch.no_grad():
+        try:
+            once = call(torch.linspace(-8.0, 8.0, 65)).clone()
+            return torch.equal(call(once.clone()), once)
+        except Exception:  # an operation that cannot be called so
+            return False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -59,6 +59,8 @@ def covers_memory(tensor: Tensor) -> bool:
 
 # -------------------------------------------------------------------- measuring
 
+_PART = 2**22  # elements: 16 MiB of float32, enough to keep any device busy
+
 
 class _Measuring(threading.local):
     active = False
@@ -110,14 +112,33 @@ def as_wide(tensor: Tensor) -> Tensor:
     return values if values.dtype is torch.float64 else values.float()
 
 
+def in_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """A tensor cut along its first dimension, so that what is computed of each part needs little memory at a time."""
+    if tensor.numel() <= _PART or tensor.ndim == 0:
+        return (tensor,)
+    rows = max(1, _PART * tensor.shape[0] // tensor.numel())
+    return tuple(tensor[i : i + rows] for i in range(0, tensor.shape[0], rows))
+
+
 def mean_and_variance(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and population variance over all elements in two passes (ten times faster than ``var_mean``).
 
     In float32, or in float64 where the values are; the real and the imaginary part of a complex value are two elements.
     """
-    wide = as_wide(tensor)
+    found = [_sum_of_squares(as_wide(part)) for part in in_parts(tensor)]
+    if len(found) == 1:
+        mean, squares, count = found[0]
+        return mean, squares / max(1, count)
+    means, squares = (torch.stack(column) for column in list(zip(*found, strict=True))[:2])
+    counts = torch.tensor([n for *_, n in found], dtype=means.dtype, device=means.device)
+    mean = (means * counts).sum() / counts.sum()
+    return mean, (squares + counts * (means - mean).square()).sum() / counts.sum()
+
+
+def _sum_of_squares(wide: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Mean, sum of squared deviations from it, and count."""
     mean = wide.mean()
-    return mean, torch.linalg.vector_norm(wide - mean).square() / max(1, wide.numel())
+    return mean, torch.linalg.vector_norm(wide - mean).square(), wide.numel()
 
 
 def peak_of(tensor: Tensor) -> Tensor | None:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_iter
 
 from lit_resinit.graph import ops
 from lit_resinit.graph.record import Listener
-from lit_resinit.graph.tensors import as_wide, local, mean_and_variance, measuring, peak_of, to_host
+from lit_resinit.graph.tensors import as_wide, in_parts, local, mean_and_variance, measuring, peak_of, to_host
 from lit_resinit.graph.values import Call, Graph, Node
 from lit_resinit.graph.where import AddressBook
 from lit_resinit.plan.values import Branch, ResidualPlan
@@ -181,8 +181,9 @@ def _gap(out: Tensor, start: Tensor) -> Tensor:
     """Largest absolute difference, exactly zero only where two tensors are equal."""
     if out.numel() == 0 or (out.is_cpu and torch.equal(out, start)):  # elsewhere it would wait for the device
         return torch.zeros((), device=out.device)
-    lowest, highest = torch.aminmax(as_wide(out) - as_wide(start))
-    return torch.maximum(-lowest, highest)
+    pairs = zip(*map(in_parts, torch.broadcast_tensors(out, start)), strict=True)
+    extremes = [x for pair in pairs for x in torch.aminmax(as_wide(pair[0]) - as_wide(pair[1]))]
+    return torch.stack(extremes).abs().amax()
 
 
 # -------------------------------------------------------------------- everywhere

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from lit_resinit.find.zeros import zero_sources
+from lit_resinit.find.zeros import stays_zero, zero_sources
 from lit_resinit.graph import ops
 from lit_resinit.graph.ops import Does
 from lit_resinit.graph.values import Graph, Node
@@ -111,7 +111,7 @@ class Explained:
     def _is_zero(self, node: Node) -> bool:
         known = self.value(node.index)
         if known is None:
-            return bool(zero_sources(self.graph, node, self._zero.__getitem__))
+            return stays_zero(self.graph, node, self._zero.__getitem__)
         return known == 0.0
 
     def _is_moved(self, node: Node) -> bool:

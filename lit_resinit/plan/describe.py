@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
+from torch import nn
+
 from lit_resinit.find.closing import closing
 from lit_resinit.find.norms import is_normalised
+from lit_resinit.find.overwritten import overwritten_by
 from lit_resinit.find.streams import Addition
 from lit_resinit.find.views import is_weight
 from lit_resinit.graph import ops
@@ -38,6 +41,8 @@ def _branch(
     nearby: list[int | str] = [addition.block, *sorted(addition.interior), *link.between]
     stopped_by, reason = _obstacle(survey, decision)
     skip_input = _input_position(survey, addition.skip, call.inputs)
+    overwritten = overwritten_by(graph, addition, survey.streams)
+    writer = None if overwritten is None else graph.calls[graph.nodes[overwritten].call]
     return Branch(
         name=survey.names[addition.node],
         block=addition.block,
@@ -57,6 +62,9 @@ def _branch(
         graded=call.graded,
         reason=reason,
         culprit="" if stopped_by is None else graph.owner(stopped_by),
+        overwritten_by="" if writer is None else f"{ops.base_name(writer.func)}_",
+        overwritten_in="" if writer is None else writer.owner,
+        overwritten_at="" if writer is None else writer.source,
     )
 
 
@@ -195,3 +203,24 @@ def zero_layers(survey: Survey, gates: Collection[str]) -> tuple[str, ...]:
                 names = survey.parameters_below([source])
                 found |= dict.fromkeys(n for n in names if n not in gates and survey.zeros.holds(n))
     return tuple(found)
+
+
+def idle_modules(survey: Survey) -> tuple[str, ...]:
+    """The outermost modules with parameters, none of which the forward read, under whatever name."""
+    own = [(n, p) for n, m in survey.modules.items() for p in m._parameters.values() if p is not None]
+    names = {n.name for n in survey.graph.nodes if n.op == "parameter" and survey.readers[n.index]}
+    read = {id(p) for name in names for p in [_parameter(survey, name)] if p is not None}
+    busy = {place for name, p in own if id(p) in read for place in _and_above(name)}
+    idle = {next(place for place in _and_above(name) if place not in busy): None for name, _ in own if name not in busy}
+    return tuple(idle)
+
+
+def _parameter(survey: Survey, name: str) -> nn.Parameter | None:
+    owner, _, own = name.rpartition(".")
+    return survey.modules[owner]._parameters.get(own) if owner in survey.modules else None
+
+
+def _and_above(name: str) -> list[str]:
+    """A module and those that it lies in, the outermost first."""
+    parts = name.split(".")
+    return ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))] if name else [""]

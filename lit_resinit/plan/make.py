@@ -14,7 +14,7 @@ from lit_resinit.graph.keep import no_collection
 from lit_resinit.graph.trace import Run, call_model, trace
 from lit_resinit.graph.values import Graph
 from lit_resinit.plan.decide import decide
-from lit_resinit.plan.describe import describe, streams, zero_layers
+from lit_resinit.plan.describe import describe, idle_modules, streams, zero_layers
 from lit_resinit.plan.survey import Survey, survey
 from lit_resinit.plan.values import Branch, ResidualPlan, Scheme
 
@@ -129,28 +129,31 @@ def plan_graph(
 ) -> ResidualPlan:
     """The plan, given a traced forward of the model, and the survey of it where that was made already."""
     known = known or survey(model, graph)
-    chosen = select(list(known.names.values()), include, exclude)
+    chosen = select([known.names[a.node] for a in known.additions], include, exclude)
     if not known.additions and scheme != "observe":
-        raise NoBranchError(_nothing_found(model, graph))
+        raise NoBranchError(_nothing_found(model, known))
     decisions = decide(known, scheme, {node for node, name in known.names.items() if name in chosen})
     branches = describe(known, decisions)
     if scheme != "observe":
         _refuse_what_cannot_be_closed(scheme, branches)
     layers = zero_layers(known, {g.parameter for b in branches for g in b.gates})
     if not branches and not layers:
-        raise NoBranchError(_nothing_found(model, graph))
-    return ResidualPlan(scheme, branches, layers, streams(known))
+        raise NoBranchError(_nothing_found(model, known))
+    unread = tuple(known.names[a.node] for a in known.unread)
+    return ResidualPlan(scheme, branches, layers, streams(known), unread, idle_modules(known))
 
 
 # -------------------------------------------------------------------- what is refused
 
 
-def _nothing_found(model: nn.Module, graph: Graph) -> str:
+def _nothing_found(model: nn.Module, known: Survey) -> str:
+    names = ", ".join(known.names[a.node] for a in known.unread)
+    unread = f" (but {names}, from which no output of the network is computed)" if names else ""
     return (
         f"looked for residual additions `x + f(x)` in one forward of {type(model).__name__} "
-        f"({len(graph.calls)} operations); expected at least one, found none. Zeroing a layer of a network "
-        "without a skip would cut its signal for good, so nothing was changed. If the network does have residual "
-        "blocks, the inputs did not reach them: pass other `example_inputs`."
+        f"({len(known.graph.calls)} operations); expected at least one, found none{unread}. Zeroing a layer of a "
+        "network without a skip would cut its signal for good, so nothing was changed. If the network does have "
+        "residual blocks, the inputs did not reach them: pass other `example_inputs`."
     )
 
 

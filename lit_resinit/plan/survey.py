@@ -31,10 +31,11 @@ class Survey:
         parameters: The nodes of parameters by name.
         streams: The residual additions on their streams.
         additions: These, and what is added closed from elsewhere, in the order of execution.
+        unread: Residual additions from whose sum no output of the network is computed.
         walks: What follows a branch back from its end.
         tails: The end of every branch.
         closed: The gates of every branch that arrives closed.
-        names: The name of every branch.
+        names: The name of every branch, and of those that are unread.
         zeros: What is zero for every input, with the parameters as they are.
         dominance: Which ways lead from a value to an output.
         called: What every call of a module returned, by the module's name.
@@ -47,6 +48,7 @@ class Survey:
     parameters: dict[str, int]
     streams: Streams
     additions: tuple[Addition, ...]
+    unread: tuple[Addition, ...]
     walks: Tails
     tails: dict[int, Tail]
     closed: dict[int, tuple[Gate, ...]]
@@ -84,9 +86,11 @@ def survey(model: nn.Module, graph: Graph) -> Survey:
     """Look at everything, once."""
     parameters = {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
     found, zeros = find(graph), Zeros(graph, parameters)
-    additions = _additions(graph, found, zeros)
+    dominance = Dominance(graph, found.facts.readers)
+    everything = _additions(graph, found, zeros)
+    additions = tuple(a for a in everything if dominance.is_read(a.node))
     walks = Tails(graph, found.facts.readers, found.streams)
-    tails = {a.node: walks.of(a) for a in additions}
+    tails = {a.node: walks.of(a) for a in everything}
     called, returned = _outputs(graph)
     return Survey(
         graph=graph,
@@ -95,12 +99,13 @@ def survey(model: nn.Module, graph: Graph) -> Survey:
         parameters={n.name: n.index for n in graph.nodes if n.op == "parameter"},
         streams=found.streams,
         additions=additions,
+        unread=tuple(a for a in everything if not dominance.is_read(a.node)),
         walks=walks,
         tails=tails,
         closed={a.node: closed_gates(graph, zeros, a.branch) for a in additions},
-        names=branch_names(graph, additions, {node: tail.passed for node, tail in tails.items()}),
+        names=branch_names(graph, everything, {node: tail.passed for node, tail in tails.items()}),
         zeros=zeros,
-        dominance=Dominance(graph, found.facts.readers),
+        dominance=dominance,
         called=called,
         returned=returned,
     )

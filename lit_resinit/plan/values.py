@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from torch import nn
@@ -40,6 +40,9 @@ class Branch:
         graded: Whether it ran with gradients, in the trace; a teacher or a target runs without.
         reason: Why the branch has no gate, with the line, when it has none.
         culprit: Module that runs the operation behind ``reason``.
+        overwritten_by: Operation of the block that writes over the stream before the skip is read; empty where none.
+        overwritten_in: The module that runs it.
+        overwritten_at: ``file.py:line`` of it.
     """
 
     __module__ = "lit_resinit"
@@ -62,6 +65,9 @@ class Branch:
     graded: bool = True
     reason: str = ""
     culprit: str = ""
+    overwritten_by: str = ""
+    overwritten_in: str = ""
+    overwritten_at: str = ""
 
     def __repr__(self) -> str:
         gates = f", gate {_gates_of(self)}" if self.gates else ""
@@ -96,6 +102,8 @@ class ResidualPlan(Shown):
         branches: Every residual branch, in the order of execution.
         zero_layers: All-zero weights of layers that are no gates (a zero head): judged, never written.
         streams: The streams that the branches form.
+        unread: Names of residual additions from which no output of the network is computed: never touched, nor judged.
+        idle: Modules with parameters that the traced forward did not run; their branches are not known.
     """
 
     __module__ = "lit_resinit"
@@ -104,6 +112,8 @@ class ResidualPlan(Shown):
     branches: tuple[Branch, ...]
     zero_layers: tuple[str, ...] = ()
     streams: tuple[Stream, ...] = ()
+    unread: tuple[str, ...] = ()
+    idle: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.branches)
@@ -151,6 +161,8 @@ class ResidualPlan(Shown):
             "zero_layers": list(self.zero_layers),
             "streams": [_plain_stream(s) for s in self.streams],
             "after_last": {k: list(v) for k, v in self.after_last.items()},
+            "unread": list(self.unread),
+            "idle": list(self.idle),
         }
 
 
@@ -212,6 +224,7 @@ class _Prefixed:
             factor=tuple(n if u is None else self.name(n) for n, u in zip(branch.factor, branch.units, strict=True)),
             norms=self.names(branch.norms),
             culprit=self.name(branch.culprit) if branch.culprit else "",
+            overwritten_in=self.name(branch.overwritten_in) if branch.overwritten_by else "",
         )
 
     def stream(self, stream: Stream) -> Stream:
@@ -224,6 +237,8 @@ class _Prefixed:
             branches=tuple(self.branch(b) for b in plan.branches),
             zero_layers=self.names(plan.zero_layers),
             streams=tuple(self.stream(s) for s in plan.streams),
+            unread=self.names(plan.unread),
+            idle=self.names(plan.idle),
         )
 
 
@@ -232,7 +247,7 @@ class _Prefixed:
 
 def format_plan(plan: ResidualPlan) -> str:
     """The plan as a table; equal branches are one row."""
-    return f"{plan._title()}\n{in_columns(_grouped(plan))}"
+    return "\n".join([plan._title(), in_columns(_grouped(plan)), *_remarks(plan)])
 
 
 def _grouped(plan: ResidualPlan) -> list[tuple[str, ...]]:
@@ -245,7 +260,38 @@ def _grouped(plan: ResidualPlan) -> list[tuple[str, ...]]:
     for (skip, action, kinds, _), branches in groups.items():
         names, gates = [b.name for b in branches], [_gates_of(b) for b in branches]
         table.append((together(names), str(len(names)), skip, action, kinds, in_common(gates)))
+    for what, places in (("unread", plan.unread), ("did not run", plan.idle)):
+        for names in _alike(places):
+            table.append((together(names), str(len(names)), "-", what, "-", "-"))
     return table
+
+
+def _alike(names: Iterable[str]) -> Iterable[list[str]]:
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(without_numbers(name), []).append(name)
+    return groups.values()
+
+
+def _remarks(plan: ResidualPlan) -> Iterator[str]:
+    """What the words of the table mean, where they are not those of a scheme."""
+    without_gates = [b for b in plan.branches if b.action == "already_closed" and not b.gates]
+    if without_gates:
+        yield (
+            f"{together([b.name for b in without_gates])}: the branch is zero whatever the batch, and a second zero "
+            "would keep it so for good; left as it is."
+        )
+    overwritten = [b for b in plan.branches if b.overwritten_by]
+    if overwritten:
+        first = overwritten[0]
+        yield (
+            f"{together([b.name for b in overwritten])}: `{first.overwritten_by}` at {first.overwritten_at} writes "
+            "over the stream, so that the block is not the identity of its input (inplace=False would keep it)."
+        )
+    if plan.unread:
+        yield "unread: no output of the network is computed from that sum; left as it is, and not judged."
+    if plan.idle:
+        yield "did not run: this forward did not read their parameters; branches inside them are not known."
 
 
 def _gates_of(branch: Branch) -> str:
