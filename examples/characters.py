@@ -62,8 +62,8 @@ def write(model: nn.Module, start: Tensor, count: int, length: int) -> list[int]
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Train, print what happened, and return it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--depth", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--length", type=int, default=64, help="characters that the model sees at once (default: 64)")
     options = parser.parse_args(argv)
