@@ -110,8 +110,11 @@ def test_scalars_that_differ_from_block_to_block_are_trained() -> None:
     assert [round(b.scale.item(), 2) for b in model] == [0.31, 0.28, 0.55]
 
 
-@pytest.mark.parametrize("values", [(0.5, 0.5, 0.5), (1.0, 0.7, 0.6, 0.5), (0.3,)])
-def test_equal_scalars_and_scalars_by_depth_are_an_initialisation(values: tuple[float, ...]) -> None:
+@pytest.mark.parametrize(
+    "values",
+    [(0.5, 0.5, 0.5), (1.0, 0.7, 0.6, 0.5), (0.3,), (1.0, 0.7), (0.7, 1.0, 0.7), (0.123, 0.456, 0.456, 0.123)],
+)
+def test_scalars_that_somebody_wrote_are_an_initialisation(values: tuple[float, ...]) -> None:
     model = scalars(*values)
     apply_(model, make_plan(model, X))
     assert not any(b.scale.item() for b in model)
