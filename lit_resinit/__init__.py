@@ -31,6 +31,7 @@ from lit_resinit.plan.hooks import GateHook as GateHook
 from lit_resinit.plan.make import make_plan
 from lit_resinit.plan.mark import Applied as Applied
 from lit_resinit.plan.mark import LoadHook as LoadHook
+from lit_resinit.plan.states import PlainStates as PlainStates
 from lit_resinit.plan.values import Branch, ResidualPlan
 from lit_resinit.plan.values import Stream as Stream
 from lit_resinit.report import figures as _figures  # noqa: F401 - enters what `History.plot` draws

@@ -13,26 +13,54 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from lit_resinit.errors import NoBranchError, ResInitError, TraceError, warn
+from lit_resinit.graph.keep import keep_rng
 from lit_resinit.graph.tensors import end_measuring
 from lit_resinit.judge.identity import IdentityReport
 from lit_resinit.judge.optimizers import check_optimizers, held_names, holds_gates, still_gates
 from lit_resinit.judge.trial import Finding, Phase, Trial
 from lit_resinit.judge.verdicts import GradientReport
 from lit_resinit.plan.apply import apply_
+from lit_resinit.plan.fold import fold_
 from lit_resinit.plan.hooks import inserted_gates
-from lit_resinit.plan.mark import Applied, LoadHook, applied_plan, mark_applied, was_closed
-from lit_resinit.plan.values import ResidualPlan, Scheme
+from lit_resinit.plan.mark import Applied, LoadHook, applied_plan, mark_applied, mark_of, was_closed
+from lit_resinit.plan.values import CLOSED, ResidualPlan, Scheme
 from lit_resinit.report.page import about_run, later
 from lit_resinit.report.tables import history_table
 from lit_resinit.trainer.batches import give_back_loader
+from lit_resinit.trainer.checkpoints import (
+    end_training,
+    expect_nothing,
+    expect_plain,
+    keep_plain,
+    learn_folds,
+)
 from lit_resinit.trainer.copies import fitting_plan
+from lit_resinit.trainer.engines import judge_before
+from lit_resinit.trainer.fits import Fits
 from lit_resinit.trainer.inputs import few_batches, training_loss
-from lit_resinit.trainer.loggers import send_figure, send_record, show_progress
+from lit_resinit.trainer.loggers import prints, send_figure, send_record, show_progress
 from lit_resinit.trainer.options import Policy, check_options
 from lit_resinit.trainer.plans import plan_run
 from lit_resinit.trainer.reports import RunReport
-from lit_resinit.trainer.setups import may_come_later, refuse_copies, refuse_sharded, refuse_strategy
-from lit_resinit.trainer.steps import accumulates, agreement, is_due, will_skip, will_unfreeze
+from lit_resinit.trainer.saved import read_state
+from lit_resinit.trainer.setups import (
+    in_workers,
+    may_come_later,
+    packing,
+    refuse_copies,
+    refuse_packed,
+    refuse_sharded,
+    refuse_workers,
+)
+from lit_resinit.trainer.steps import (
+    accumulates,
+    agreement,
+    is_due,
+    moves_by_itself,
+    steps_done,
+    will_skip,
+    will_unfreeze,
+)
 from lit_resinit.watch.gates import gate_statistics
 from lit_resinit.watch.history import History
 from lit_resinit.watch.lapses import gated
@@ -86,6 +114,7 @@ class ResidualInit(Callback):
         per_branch: Whether loggers get every quantity of every branch, or quantiles; the former up to 64 branches when
             None.
         progress_bar: Show ``blocks on/<branches>`` in the Trainer's progress bar.
+        table: Print a table at the end, unless the Trainer's bars are disabled (``refresh_rate=0``, ``barebones``).
 
     Attributes:
         plan: The :class:`ResidualPlan`, after ``setup``.
@@ -126,6 +155,7 @@ class ResidualInit(Callback):
         report: str | None = None,
         per_branch: bool | None = None,
         progress_bar: bool = False,
+        table: bool = True,
     ) -> None:
         super().__init__()
         check_options(scheme, include, exclude, identity, gradient, patience, on_ratio, log_every_n_steps)
@@ -136,7 +166,7 @@ class ResidualInit(Callback):
         self.overwrite_trained, self.patience = overwrite_trained, patience
         self.on_ratio, self.log_every_n_steps = on_ratio, log_every_n_steps
         self.report = report
-        self.per_branch, self.progress_bar = per_branch, progress_bar
+        self.per_branch, self.progress_bar, self.table = per_branch, progress_bar, table
         self.plan: ResidualPlan | None = None
         self.history = History([], on_ratio)
         self.identity_report: IdentityReport | None = None
@@ -149,9 +179,14 @@ class ResidualInit(Callback):
         self._to_loggers = False  # whether this record is one that loggers get
         self._before: dict[str, Any] | None = None  # what was known of the run when its checkpoint was written
         self._resumed = False
+        self._for_workers = False  # whether a main process without scalars will load what was trained
+        self._engine = ""  # a strategy that hides the gates once it is built
         self._late: ResInitError | None = None
         self._mark: Applied | None = None
         self._slept: dict[str, int] = {}
+        self._fits = Fits()
+        self._network: Applied | None = None  # the mark of the network that history and reports are of
+        self._stage = "fit"
         self._loading: Any = None
         self._trial: Trial | None = None
         self._watching: Watching | None = None
@@ -167,23 +202,29 @@ class ResidualInit(Callback):
 
         In the other verbs the gates that a checkpoint brings are inserted when it is loaded, and nothing else is done.
         """
+        self._stage = stage
         if stage == "fit":
-            refuse_strategy(trainer.strategy)
+            self._engine = packing(trainer.strategy)
+            self._for_workers = in_workers(trainer.strategy) and not any(True for _ in inserted_gates(pl_module))
             self._run_report = None if self.report is None else RunReport(self.report, trainer)
             self._resumed, self._mark, self._slept = False, None, {}
             self._close_gates(trainer, pl_module)
+            if self._engine and self._mark is not None and not self._mark.moved:
+                self._judge_before(trainer, pl_module)
         if applied_plan(pl_module) is None:
             self._explain_loading(pl_module, LoadHook(inserts=stage != "fit"))
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Second chance for a network built in ``setup`` or ``configure_model``: closing only, no inserting."""
         late, self._late = self._late, None
-        if late is None or self._recognise(trainer, pl_module):
-            return
-        if trainer.ckpt_path is not None:
-            self._resumed = True
-        refuse_sharded(pl_module)
-        self._prepare(trainer, pl_module, late=True)
+        if late is not None and not self._recognise(trainer, pl_module):
+            if trainer.ckpt_path is not None:
+                self._resumed = True
+            refuse_packed(trainer.strategy)
+            refuse_sharded(pl_module)
+            self._prepare(trainer, pl_module, late=True)
+        if not self._engine:
+            expect_plain(trainer, pl_module)
 
     def _close_gates(self, trainer: Any, pl_module: Any) -> None:
         if self._recognise(trainer, pl_module):
@@ -200,11 +241,11 @@ class ResidualInit(Callback):
         found = applied_plan(pl_module)
         if found is not None:
             name, self._mark = found
-            self._accept(self._mark.plan.below(name))
+            self._accept(trainer, pl_module, self._mark.plan.below(name))
         elif was_closed(pl_module):
             plan = self._plan(trainer, pl_module, "observe")
             self._mark = mark_applied(pl_module, plan, moved=True)
-            self._accept(plan)
+            self._accept(trainer, pl_module, plan)
         return self._mark is not None
 
     def _prepare(self, trainer: Any, pl_module: nn.Module, late: bool = False) -> None:
@@ -223,18 +264,40 @@ class ResidualInit(Callback):
             self._mark = mark_applied(pl_module, plan, moved=True)
         else:
             apply_(pl_module, plan, overwrite_trained=self.overwrite_trained)
-            self._mark = mark_applied(pl_module, plan)
-            self.history = History([], self.on_ratio)  # what was recorded before is of another start
-        self._accept(plan)
+            self._mark = mark_of(pl_module)
+            self._start_anew()
+        self._accept(trainer, pl_module, plan)
 
     def _plan(self, trainer: Any, pl_module: nn.Module, scheme: Scheme) -> ResidualPlan:
         return plan_run(trainer, pl_module, scheme, self.include, self.exclude, self.example_inputs)
 
-    def _accept(self, plan: ResidualPlan) -> None:
+    def _accept(self, trainer: Any, pl_module: nn.Module, plan: ResidualPlan) -> None:
+        if self._network is not None and self._network is not self._mark and not self._resumed:
+            self._start_anew()
+        self._network = self._mark
         names = [b.name for b in plan.branches]
         if names != self.history.branches:
             self.history = History(names, self.on_ratio)
         self.plan = plan
+        if not self._engine:
+            keep_plain(pl_module)
+        if self._for_workers:
+            refuse_workers(trainer.strategy, plan)
+
+    def _judge_before(self, trainer: Any, pl_module: nn.Module) -> None:
+        """The engine hides the gates: what can be judged is judged before it is built."""
+        assert self.plan is not None
+        self._trial = Trial(pl_module, self.plan, self.patience, agreement(trainer))
+        try:
+            judge_before(trainer, pl_module, self._trial, self.example_inputs, self._act, self._engine)
+        finally:
+            self._trial = None
+
+    def _start_anew(self) -> None:
+        """What was recorded and judged before is of another network, or of another start of this one."""
+        self.history, self._fits, self._before = History([], self.on_ratio), Fits(), None
+        self.identity_report = self.gradient_report = self.usefulness = None
+        self.agreements = ()
 
     def _explain_loading(self, pl_module: nn.Module, hook: LoadHook) -> None:
         self._stop_explaining()
@@ -249,14 +312,18 @@ class ResidualInit(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
         """Every gate has to be in an optimizer, and should not be decayed."""
+        expect_nothing(trainer)
         self._trial = self._watching = None
-        if self.plan is None:
+        if self.plan is None or self._engine:
             return
         moved = self._mark is not None and self._mark.moved
         fresh = trainer.global_step == 0 and not self._resumed and not moved
         options = {"fresh": fresh, "unfreezes": will_unfreeze(trainer)}
         self._trial = Trial(pl_module, self.plan, self.patience, agreement(trainer), **options)
         self._trial.resume({"slept": self._slept})
+        if not len(self.history):
+            self.history.begin([fresh and b.action in CLOSED for b in self.plan.branches])
+        self._fits.begin(steps_done(trainer), int(self.history.steps[-1]) if len(self.history) else -1)
         self._watching = Watching(pl_module, self.plan, self.history)
         check_optimizers(trainer.optimizers, pl_module, self.plan)
 
@@ -297,7 +364,7 @@ class ResidualInit(Callback):
         if self._trial.due:
             held = held_names(optimizer, pl_module) if len(trainer.optimizers) > 1 else None
             self._act(self._trial.before_step(optimizer, will_skip(trainer, optimizer), held))
-        self._watching.before_step(trainer.global_step)
+        self._watching.before_step(self._fits.step(steps_done(trainer)))
         if self._mark is not None:
             self._mark.moved = True
 
@@ -320,6 +387,8 @@ class ResidualInit(Callback):
         """Send the record to every logger; a batch without backward or optimizer step is tried again."""
         if self._trial is None or self._watching is None:
             return
+        if moves_by_itself(trainer) and not pl_module.automatic_optimization:
+            self.on_before_optimizer_step(trainer, pl_module, trainer.optimizers[0])
         self._watching.after_forward()  # there was no backward, or no step that ended it
         if self._watching.recorded:
             self._watching.end()
@@ -336,6 +405,7 @@ class ResidualInit(Callback):
         """Print the table, and write what was asked for."""
         if self._trial is None or self.plan is None:
             return
+        self._fits.end(steps_done(trainer))
         self._act(self._trial.end())
         if not len(self.history):
             return
@@ -358,19 +428,32 @@ class ResidualInit(Callback):
         self._unpictured = True
         self._follow(trainer)
 
-    def _ablate(self, trainer: Any, pl_module: nn.Module, plan: ResidualPlan) -> None:
+    def _ablate(self, trainer: Any, pl_module: Any, plan: ResidualPlan) -> None:
+        """Measure usefulness; a step that cannot be run on its own is a reason to say so, and none to lose a run."""
         shows = trainer.is_global_zero and trainer.progress_bar_callback is not None
-        batches, loss = few_batches(trainer, 4), training_loss(trainer)
-        self.usefulness = measure_usefulness(pl_module, plan, batches, loss, progress=shows)
+        try:
+            with keep_rng():  # a loader draws when it is begun
+                batches, loss = few_batches(trainer, 4), training_loss(trainer)
+            self.usefulness = measure_usefulness(pl_module, plan, batches, loss, progress=shows)
+        except Exception as error:
+            warn(
+                f"measuring usefulness after the training: expected a training step that returns its loss, found "
+                f"{type(error).__name__}: {error} The training is kept. Measure it yourself: "
+                "`measure_usefulness(model, callback.plan, batches, loss_fn)`."
+            )
+            return
         self.agreements = agreements(self.history, self.usefulness)
 
     def _conclude(self, trainer: Any, pl_module: nn.Module, plan: ResidualPlan, now: Tensor) -> None:
         """Table, agreements, gates that hardly moved, picture."""
-        Console().print(history_table(plan, self.history, gate_max=now[1], step=trainer.global_step))
-        for agreement_ in self.agreements:
-            Console().print(str(agreement_), highlight=False)
+        steps, woke = self._fits.step(steps_done(trainer)), self._trial.woke if self._trial is not None else None
+        if self.table and prints(trainer):
+            fits = self._fits.begun
+            Console().print(history_table(plan, self.history, gate_max=now[1], step=steps, woke=woke, fits=fits))
+            for agreement_ in self.agreements:
+                Console().print(str(agreement_), highlight=False)
         moved, records = self.history.movement(now[0], now[1]), len(self.history)
-        judged, steps = self.gradient_report, trainer.global_step
+        judged = self.gradient_report
         still = still_gates(trainer.optimizers, pl_module, plan, moved, judged, steps, records)
         lost = self.history.lapses.at_end(steps, now[0], gated(plan))
         for text in filter(None, (still, lost)):
@@ -380,12 +463,14 @@ class ResidualInit(Callback):
 
     def _follow(self, trainer: Any, state: str = "running", last: bool = False) -> None:
         if self._run_report is not None:
+            state = f"{state} at step {self._fits.step(steps_done(trainer))}"
             self._run_report.follow(trainer, self.history, self._about, state, last=last)
 
     def _about(self) -> dict[str, Any]:
         woke = self._trial.woke if self._trial is not None else None
         told = " ".join(str(a) for a in self.agreements)
-        now = about_run(self.plan, self.identity_report, self.gradient_report, woke, self.usefulness, told)
+        reports = (self.identity_report, self.gradient_report)
+        now = about_run(self.plan, *reports, woke, self.usefulness, told, self._fits.begun)
         return now if self._before is None else later(self._before, now)
 
     # ---------------------------------------------------------------- the end, and what a checkpoint keeps
@@ -393,10 +478,14 @@ class ResidualInit(Callback):
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
         """Leave no hook or mode behind, and a page that says what stopped the run."""
         end_measuring()
+        expect_nothing(trainer)
+        if not self._engine:
+            end_training(pl_module)
         self._stop()
         self._stop_explaining()
         give_back_loader(trainer, pl_module)
-        if self.plan is not None:
+        if self.plan is not None and self._stage == "fit":
+            self._fits.end(steps_done(trainer))
             self._follow(trainer, f"stopped by {type(exception).__name__}", last=True)
 
     def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
@@ -406,7 +495,12 @@ class ResidualInit(Callback):
             self._trial.close()
         self._watching = None
         self._stop_explaining()
+        expect_nothing(trainer)
         give_back_loader(trainer, pl_module)
+        if self._for_workers and stage == "fit":
+            fold_(pl_module)
+        elif not self._engine:
+            end_training(pl_module)
         for name in ("log", "log_dict"):
             vars(self).pop(name, None)
 
@@ -416,25 +510,34 @@ class ResidualInit(Callback):
         if self._trial is not None:
             self._trial.stop()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle takes along, also of a callback whose run goes on: no hook, and no network."""
+        state = vars(self) | dict.fromkeys(("_trial", "_watching", "_loading", "_late", "_mark", "_network"))
+        if self._trial is not None:
+            state |= {"_slept": self._trial.state()["slept"], "_before": self._about()}
+        return {k: v for k, v in state.items() if k not in ("log", "log_dict")}
+
     def state_dict(self) -> dict[str, Any]:
         """Plain types only, so that the checkpoint loads with ``weights_only=True``."""
         folds = {g.parameter: [[n, g.value] for n in g.folds_into] for g in self.plan.gates} if self.plan else {}
         trial = {"slept": dict(self._slept)} if self._trial is None else self._trial.state()
         closed, history = self.plan is not None, self.history.to_dict()
-        return {"closed": closed, "history": history, **trial, "folds": folds, "about": self._about()}
+        fits = {"steps": self._fits.offset, "fits": list(self._fits.begun)}
+        return {"closed": closed, "history": history, **trial, "folds": folds, "about": self._about(), **fits}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the history of the run that is resumed, and the patience with what slept."""
-        self._resumed = bool(state_dict["closed"])
-        self._slept = {str(k): int(v) for k, v in state_dict["slept"].items()}
-        self._before = state_dict.get("about")
-        history = History.from_dict(state_dict["history"])
-        if not self.history.branches or history.branches == self.history.branches:
+        """Continue the history of the run that is resumed, and the patience with what slept.
+
+        In other verbs there is no run to be resumed, and what this one recorded is kept.
+        """
+        if self._stage != "fit":
+            return
+        saved = read_state(state_dict)
+        self._resumed, self._slept, self._before = saved.closed, saved.slept, saved.about
+        self._fits, history = Fits(saved.steps, list(saved.fits)), saved.history
+        if history is not None and (not self.history.branches or history.branches == self.history.branches):
             self.history = history
 
     def on_load_checkpoint(self, trainer: Any, pl_module: nn.Module, checkpoint: dict[str, Any]) -> None:
         """Tell gates that came with the checkpoint into which weights they fold."""
-        folds = checkpoint["callbacks"].get(self.state_key, {}).get("folds", {})
-        for name, hook in inserted_gates(pl_module):
-            if not hook.folds_into and name in folds:
-                hook.folds_into = tuple((str(n), float(v)) for n, v in folds[name])
+        learn_folds(pl_module, checkpoint)

@@ -1,4 +1,4 @@
-"""The command line: ``inspect`` a model before anything is trained, ``report`` a run from its checkpoint or history."""
+"""The command line: ``inspect`` a model before anything is trained, ``report`` a run, ``fold`` a checkpoint."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ from lit_resinit.plan.make import make_plan
 from lit_resinit.plan.values import Scheme
 from lit_resinit.report.files import check_report, is_page, replace_file
 from lit_resinit.report.page import write_page
+from lit_resinit.trainer.checkpoints import fold_checkpoint, state_of_ours
+from lit_resinit.trainer.saved import read_state
 from lit_resinit.watch.history import History
-from lit_resinit.words import in_columns
+from lit_resinit.words import in_columns, together
 
 GOOD, BAD, IMPOSSIBLE = 0, 1, 2  # exit codes: as it should be; a verdict against the model; could not be carried out
 
@@ -98,7 +100,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.set_defaults(run=_report)
 
-    for command in (inspect, report):
+    fold = commands.add_parser("fold", help="a checkpoint with inserted scalars as one of the plain network")
+    fold.add_argument("source", type=Path, help="a checkpoint of a run with ResidualInit")
+    fold.add_argument("-o", "--out", type=Path, required=True, help="the file to write")
+    fold.add_argument("--trusted", action="store_true", help="read pickled objects too; only for files of your own")
+    fold.set_defaults(run=_fold)
+
+    for command in (inspect, report, fold):
         command.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -216,8 +224,6 @@ def _json(value: Any) -> str:
 
 
 def _report(options: argparse.Namespace) -> int:
-    if not options.source.is_file():
-        raise FileNotFoundError(f"{options.source}: no such file")
     history, about = _read(options.source)
     if options.out is None:
         return _print_summary(history, about, options.json)
@@ -257,20 +263,52 @@ def _print_summary(history: History, about: dict[str, Any] | None, as_json: bool
 
 
 def _read(path: Path) -> tuple[History, dict[str, Any] | None]:
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file")
     if path.suffix == ".npz":
         return History.load(path), None
+    checkpoint = _load(path)
+    state = state_of_ours(checkpoint)
+    if state is None:
+        callbacks = checkpoint.get("callbacks")
+        raise ResInitError(
+            f"reading {path}: expected the state of ResidualInit in the checkpoint, found callbacks "
+            f"{sorted(callbacks) if isinstance(callbacks, dict) and callbacks else 'none'}. Save it in a run with that "
+            "callback."
+        )
+    return History.from_dict(state["history"]), read_state(state).about
+
+
+def _load(path: Path, trusted: bool = False) -> dict[str, Any]:
+    if path.is_dir():
+        raise ResInitError(
+            f"reading {path}: expected a file, found a folder of shards. Join them first: "
+            f"`python -m lightning.pytorch.utilities.consolidate_checkpoint {path}`."
+        )
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=not trusted)
     except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, ValueError) as error:
         raise ResInitError(
             f"reading {path}: expected a checkpoint of plain types and tensors, or the archive of `History.save`, "
             f"found another kind of file ({type(error).__name__})."
         ) from error
-    states = checkpoint.get("callbacks", {}) if isinstance(checkpoint, dict) else {}
-    for state in states.values():
-        if isinstance(state, dict) and {"closed", "history"} <= set(state):
-            return History.from_dict(state["history"]), state.get("about")
-    raise ResInitError(
-        f"reading {path}: expected the state of ResidualInit in the checkpoint, found callbacks "
-        f"{sorted(states) or 'none'}. Save it in a run with that callback."
-    )
+    return checkpoint if isinstance(checkpoint, dict) else {}
+
+
+# -------------------------------------------------------------------- fold
+
+
+def _fold(options: argparse.Namespace) -> int:
+    checkpoint = _load(options.source, options.trusted)
+    folded, kept = fold_checkpoint(checkpoint, options.source)
+    replace_file(options.out, lambda temporary: torch.save(checkpoint, temporary))
+    if options.json:
+        print(_json({"written": str(options.out), "folded": folded, "kept": kept}))
+    elif not folded and not kept:
+        print(f"{options.out}: nothing to fold, the state dict has no inserted scalars; a copy was written")
+    else:
+        rest = f"; {len(kept)} do not fold and keep their keys: {together(kept)}" if kept else ""
+        print(f"{options.out}: {len(folded)} scalars folded into the weights before them{rest}")
+    return BAD if kept else GOOD

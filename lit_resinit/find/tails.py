@@ -27,7 +27,7 @@ class Tail:
     Args:
         passed: The values on the way, the branch's end first.
         insertable: Those that a scalar could multiply.
-        nonlinear_at: The function nearest the end that is not linear: a scalar after it could not be folded before it.
+        nonlinear: The functions on the way that are not linear: a scalar after one could not be folded before it.
         gates: The gate that closes it; none where it forks, or stops before one.
         gated_at: The product in which the gate meets the branch.
         forks: The tails of its summands.
@@ -37,7 +37,7 @@ class Tail:
 
     passed: tuple[int, ...] = ()
     insertable: tuple[int, ...] = ()
-    nonlinear_at: int | None = None
+    nonlinear: tuple[int, ...] = ()
     gates: tuple[Gate, ...] = ()
     gated_at: int | None = None
     forks: tuple[Tail, ...] = ()
@@ -163,14 +163,14 @@ class _Passed:
     """What lies between a summand and the branch's end."""
 
     biases: tuple[str, ...] = ()
-    nonlinear_at: int | None = None
+    nonlinear: tuple[int, ...] = ()
 
     def before(self, summand: Tail) -> Tail:
         """A summand, given what comes after it."""
         return dataclasses.replace(
             self.closed_with(summand),
             insertable=() if self.biases else summand.insertable,
-            nonlinear_at=self.nonlinear_at if summand.nonlinear_at is None else summand.nonlinear_at,
+            nonlinear=(*self.nonlinear, *summand.nonlinear),
         )
 
     def closed_with(self, summand: Tail) -> Tail:
@@ -197,7 +197,7 @@ class _Walk:
         self.passed: list[int] = []
         self.insertable: list[int] = []
         self.biases: list[str] = []
-        self.nonlinear_at: int | None = None
+        self.nonlinear: list[int] = []
 
     def run(self, start: int) -> Tail | _Fork:
         """Every step names the value to go on with, or the end."""
@@ -208,12 +208,11 @@ class _Walk:
 
     def so_far(self) -> _Passed:
         """What a summand has after it, at the end of this walk."""
-        nonlinear_at = self.after.nonlinear_at if self.nonlinear_at is None else self.nonlinear_at
-        return _Passed((*self.after.biases, *self.biases), nonlinear_at)
+        return _Passed((*self.after.biases, *self.biases), (*self.after.nonlinear, *self.nonlinear))
 
     def tail(self, **end: Any) -> Tail:
         """The tail that ends here."""
-        return Tail(tuple(self.passed), tuple(self.insertable), self.nonlinear_at, **end)
+        return Tail(tuple(self.passed), tuple(self.insertable), tuple(self.nonlinear), **end)
 
     def _visit(self, node: Node) -> _Step:
         self.passed.append(node.index)
@@ -289,7 +288,7 @@ class _Walk:
             change_summands(chosen, own.closed_with),
             passed=(*self.passed, *chosen.passed),
             insertable=(*self.insertable, *(() if self.biases else chosen.insertable)),
-            nonlinear_at=chosen.nonlinear_at if self.nonlinear_at is None else self.nonlinear_at,
+            nonlinear=(*self.nonlinear, *chosen.nonlinear),
         )
 
     def _through_function(self, node: Node) -> _Step:
@@ -302,8 +301,7 @@ class _Walk:
             return self._stop(node, f"`{node.op}` is not zero at zero")
         if not self.any_slope and (slope == 0.0 or not math.isfinite(slope)):
             return self._stop(node, f"`{node.op}` has slope {slope:g} at zero")
-        if self.nonlinear_at is None:
-            self.nonlinear_at = node.index
+        self.nonlinear.append(node.index)
         return moving[0]
 
     # ---------------------------------------------------------------- tails

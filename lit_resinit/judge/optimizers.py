@@ -58,10 +58,14 @@ def _groups(optimizers: Sequence[Any]) -> dict[int, dict[str, Any]]:
 def check_optimizers(optimizers: Sequence[Any], model: nn.Module, plan: ResidualPlan) -> None:
     """Every gate has to be in an optimizer, and a scalar one should not be decayed.
 
+    Where the optimizers hold nothing at all, the network is moved by something else: a step in the backward.
+
     Raises:
         GateOptimizerError: If a gate is in none, and is not frozen.
     """
     held = _groups(optimizers)
+    if not held:
+        return
     wanted = {g.parameter for g in plan.gates}
     gates = {clean_name(n): p for n, p in model.named_parameters() if clean_name(n) in wanted}
     lost = [n for n, p in gates.items() if id(p) not in held and p.requires_grad]
@@ -75,14 +79,14 @@ def check_optimizers(optimizers: Sequence[Any], model: nn.Module, plan: Residual
             f"looked for {len(gates)} gates in {sum(len(o.param_groups) for o in optimizers)} parameter groups; "
             f"expected each in one, found {len(lost)} in none: {_first(lost, ', ', ' and')}. "
             "Nothing would ever move them. Build the optimizer from `self.parameters()` or "
-            "`lit_resinit.param_groups(self, plan)`; a network that is never trained (a target, a teacher) says so "
+            "`lit_resinit.param_groups(self)`; a network that is never trained (a target, a teacher) says so "
             "with `requires_grad_(False)`, or is left out with `exclude`."
         )
     scalars = [n for n, p in gates.items() if p.numel() == 1 and held.get(id(p), {}).get("weight_decay")]
     if scalars:
         warn(
             f"weight_decay pulls on {len(scalars)} gates ({together(scalars)}); it holds them below what they want. "
-            "Put them in a group of their own: `lit_resinit.param_groups(self, plan)`."
+            "Put them in a group of their own: `lit_resinit.param_groups(self)`."
         )
 
 
@@ -100,7 +104,7 @@ def not_moved(optimizer: Any, model: nn.Module, plan: ResidualPlan, alive: set[s
         f"{type(optimizer).__name__} has not moved {len(resting)} zero tensors in {STEPS_TO_MOVE} steps, "
         f"although each has a gradient: {together(resting)}. A step proportional to the weight's norm "
         "(LARS, LAMB) leaves a zero where it is. Give them plain steps, in a group of their own: "
-        "`lit_resinit.param_groups(self, plan)`."
+        "`lit_resinit.param_groups(self)`."
     )
 
 

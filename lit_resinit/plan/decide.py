@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from lit_resinit.find.closing import depends_on
 from lit_resinit.find.gates import Gate, inserted_name, shows_element
@@ -119,7 +119,7 @@ def _read_elsewhere(survey: Survey, parameter: str, reader: int) -> str:
 def _decide(choice: Choice, scheme: Scheme, addition: Addition) -> Decision:
     closed, tail = choice.survey.closed[addition.node], choice.tails[addition.node]
     if addition.node not in choice.chosen:
-        return Decision("excluded", closed or tail.every_gate, tail)
+        return Decision("excluded", closed or _any_factor(choice, addition, tail), tail)
     if closed:
         return Decision("already_closed", closed, tail)
     if scheme != "observe" and choice.survey.zeros.at(addition.branch):  # whatever the reason: no second zero
@@ -131,7 +131,10 @@ def _decide(choice: Choice, scheme: Scheme, addition: Addition) -> Decision:
 
 
 def _auto(choice: Choice, addition: Addition, tail: Tail) -> Decision:
-    """Zero a trailing norm or scale of each summand, else insert a scalar, else zero the last layer."""
+    """Zero a trailing norm or scale of each summand, else insert a scalar that folds away, else zero the last layer.
+
+    A scalar that does not fold away is the last resort: the state dict keeps a key of its own for it.
+    """
     whole = inserted_into(choice, tail) if _is_in_series(choice.survey, tail) else ()
     if whole:
         return Decision("insert", whole, tail)
@@ -157,7 +160,8 @@ def _for_summand(choice: Choice, summand: Tail) -> tuple[Action, tuple[Gate, ...
     if trailing:
         return "zero", trailing
     inserted = inserted_into(choice, summand)
-    return ("insert", inserted) if inserted else ("last_layer", summand.gates)
+    folds = all(g.folds_into for g in inserted)
+    return ("insert", inserted) if inserted and (folds or not summand.gates) else ("last_layer", summand.gates)
 
 
 def _zero(choice: Choice, addition: Addition, tail: Tail) -> Decision:
@@ -182,9 +186,13 @@ def _downscale(choice: Choice, addition: Addition, tail: Tail) -> Decision:
 
 
 def _observe(choice: Choice, addition: Addition, tail: Tail) -> Decision:
-    """Nothing is closed: any factor will do to name what should be zero."""
-    own = tail.every_gate or choice.survey.walks.of(addition, any_slope=True).every_gate
-    return Decision("observe", own, tail)
+    """Nothing is closed."""
+    return Decision("observe", _any_factor(choice, addition, tail), tail)
+
+
+def _any_factor(choice: Choice, addition: Addition, tail: Tail) -> tuple[Gate, ...]:
+    """Where nothing is closed, any factor will do to name what is watched."""
+    return tail.every_gate or choice.survey.walks.of(addition, any_slope=True).every_gate
 
 
 SCHEMES: dict[Scheme, Callable[[Choice, Addition, Tail], Decision]] = {
@@ -239,14 +247,16 @@ def _inserted(choice: Choice, tail: Tail) -> tuple[Gate, ...]:
 
 
 def inserted_into(choice: Choice, tail: Tail) -> tuple[Gate, ...]:
-    """A scalar on the output of the module nearest the branch's end, one with parameters if there is any."""
+    """A scalar on the output of the module nearest the branch's end, which folds into weights if there is any."""
     places = list(_places(choice, tail))
     if not places:
         return ()
-    modules = choice.survey.modules
-    place = next((p for p in places if next(iter(modules[p.module].parameters()), None) is not None), places[0])
+    usual = next(_with_parameters(choice, places), places[0])
+    alike = [p for p in places if _closes(choice, p) <= _closes(choice, usual)]  # none that closes more
+    folding = {p: folds for p in (usual, *alike) if (folds := _folds_into(choice.survey, tail, p))}
+    place = usual if usual in folding or not folding else next(_with_parameters(choice, folding), next(iter(folding)))
     name = f"{place.module}.{inserted_name(place.position)}"
-    folds = _folds_into(choice.survey, tail, place)
+    folds = folding.get(place, ())
     return (Gate("inserted", name, module=place.module, leaf=place.position, folds_into=folds),)
 
 
@@ -276,10 +286,21 @@ def _can_carry(choice: Choice, place: _Place, tail: Tail) -> bool:
     return survey.dominance.escapes(values, sums) is None
 
 
+def _with_parameters(choice: Choice, places: Iterable[_Place]) -> Iterator[_Place]:
+    modules = choice.survey.modules
+    return (p for p in places if next(iter(modules[p.module].parameters()), None) is not None)
+
+
+def _closes(choice: Choice, place: _Place) -> set[int]:
+    """The additions whose branches a scalar on a module's output closes."""
+    values = (nodes[place.position] for nodes in choice.survey.called[place.module])
+    return {addition for value in values for addition in choice.scalable[value]}
+
+
 def _folds_into(survey: Survey, tail: Tail, place: _Place) -> tuple[str, ...]:
     """The parameters before the place in which its value is linear, where the module is all that reads them."""
-    nonlinear = tail.nonlinear_at is not None and tail.nonlinear_at < place.node
-    if nonlinear or len(tail.gates) != 1:
+    nonlinear = any(node <= place.node for node in tail.nonlinear)
+    if nonlinear or len(tail.gates) != 1 or tail.gates[0].value != 0.0:  # `1 + w` is no multiple of `w`
         return ()
     folds, calls = tail.gates[0].folds_into, len(survey.called[place.module])
     nodes = (survey.parameters[name] for name in folds if name in survey.parameters)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -85,13 +85,44 @@ def detach(module: nn.Module, key: int) -> None:
         del vars(module)["forward"]
 
 
+# -------------------------------------------------------------------- methods of a module's own
+
+_LENT = "_residual_methods"  # the methods that were lent, with what the module had for itself before
+
+
+def lend_method(module: nn.Module, function: Callable[..., Any]) -> None:
+    """Give a module a method of its own, in place of its class's, until :func:`take_back_methods`.
+
+    A copy of the module has it too; a pickle has its class's again, and names nothing of ours.
+    """
+    name = function.__name__
+    own = vars(module).get(name)
+    if getattr(own, "__func__", None) is not function:
+        vars(module).setdefault(_LENT, {})[name] = own
+        vars(module)[name] = types.MethodType(function, module)
+
+
+def method_before(module: nn.Module, name: str) -> Callable[..., Any]:
+    """The method that a lent one stands in for."""
+    own: Callable[..., Any] | None = vars(module).get(_LENT, {}).get(name)
+    return types.MethodType(getattr(type(module), name), module) if own is None else own
+
+
+def take_back_methods(module: nn.Module) -> None:
+    """Let a module have the methods that it had before."""
+    for name, own in vars(module).pop(_LENT, {}).items():
+        vars(module).pop(name, None)
+        if own is not None:
+            vars(module)[name] = own
+
+
 def gate_hooks(module: nn.Module) -> list[tuple[int, GateHook]]:
     """(key, hook) of every inserted gate on this very module."""
     return [(key, hook) for key, hook in module._forward_hooks.items() if isinstance(hook, GateHook)]
 
 
 def inserted_gates(model: nn.Module) -> Iterator[tuple[str, GateHook]]:
-    """(parameter name, hook) of every inserted gate in a model."""
-    for name, module in model.named_modules():
+    """(parameter name, hook) of every inserted gate in a model, by all names that it has."""
+    for name, module in model.named_modules(remove_duplicate=False):
         for _, hook in gate_hooks(module):
             yield f"{name}.{inserted_name(hook.leaf)}".lstrip("."), hook

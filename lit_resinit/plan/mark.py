@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from lit_resinit.errors import CheckpointError
 from lit_resinit.find.gates import INSERTED_NAME
 from lit_resinit.graph.where import clean_name
-from lit_resinit.plan.hooks import GateHook, insert_gate, inserted_gates
+from lit_resinit.plan.hooks import GateHook, insert_gate, inserted_gates, take_back_methods
+from lit_resinit.plan.states import BEFORE, take_down_plain_states, unfold_state
 from lit_resinit.plan.values import ResidualPlan
 from lit_resinit.words import together
 
@@ -66,8 +67,10 @@ def was_closed(model: nn.Module) -> bool:
 def forget_applied(model: nn.Module) -> None:
     """Remove every mark, so that the model is the plain one again; this process still knows that it was closed."""
     _folded.add(model)
+    take_down_plain_states(model)
     for module in model.modules():
         vars(module).pop(_MARK, None)
+        take_back_methods(module)
         hooks = module._load_state_dict_pre_hooks
         for key in [k for k, h in hooks.items() if isinstance(getattr(h, "hook", h), LoadHook)]:
             del hooks[key]
@@ -86,6 +89,9 @@ def mark_of(module: nn.Module) -> Applied | None:
 class LoadHook:
     """State dict pre-hook: says what inserted gates that only one side has mean, or inserts them.
 
+    A state dict in which the gates are folded is loaded as it was before, where that is known, and else with gates of
+    one.
+
     Args:
         inserts: Insert the gates that the state dict has and the model does not.
     """
@@ -97,7 +103,7 @@ class LoadHook:
     def __call__(
         self,
         module: nn.Module,
-        state_dict: Mapping[str, Tensor],
+        state_dict: dict[str, Tensor],
         prefix: str,
         local_metadata: Any,
         strict: bool,
@@ -106,18 +112,21 @@ class LoadHook:
         error_msgs: list[str],
     ) -> None:
         """Compare the gates of the model with those of the state dict."""
-        stored = [k.removeprefix(prefix) for k in state_dict if k.startswith(prefix) and _INSERTED.match(k)]
+        marks = [mark for part in module.modules() if (mark := mark_of(part)) is not None]
+        before = local_metadata.get(BEFORE)
         if self.inserts:
-            self._insert(module, stored)
-        own = [name for name, _ in inserted_gates(module)]
+            self._insert(module, _stored(state_dict, prefix))
+        plain = before is not None or any(mark.moved for mark in marks)
+        unfold_state(module, state_dict, before or {}, prefix, ones=plain)
+        stored, own = _stored(state_dict, prefix), [name for name, _ in inserted_gates(module)]
         strange, lost = sorted({*stored} - {*own}), sorted({*own} - {*stored})
         if strict and lost:
             error_msgs.append(_without_gates(lost, len(own)))
         if strict and strange:
             error_msgs.append(_with_gates(strange))
-        mark = mark_of(module)
-        if mark is not None and any(bool(state_dict[prefix + name].any()) for name in stored):
-            mark.moved = True
+        if marks and any(bool(state_dict[prefix + name].any()) for name in stored):
+            for mark in marks:
+                mark.moved = True
 
     def _insert(self, module: nn.Module, stored: list[str]) -> None:
         modules = dict(module.named_modules())
@@ -129,6 +138,15 @@ class LoadHook:
             target = modules.get(found[1] or "")
             if name not in own and target is not None:
                 insert_gate(target, GateHook(int(found[2] or 0), clean_name(found[1] or ""), ()), device)
+
+
+def is_inserted(name: str) -> bool:
+    """Whether a key of a state dict is that of an inserted scalar."""
+    return _INSERTED.match(name) is not None
+
+
+def _stored(state_dict: Mapping[str, Tensor], prefix: str) -> list[str]:
+    return [k.removeprefix(prefix) for k in state_dict if k.startswith(prefix) and is_inserted(k)]
 
 
 def _without_gates(lost: list[str], count: int) -> str:

@@ -15,6 +15,7 @@ from lit_resinit.words import Shown, in_columns, in_common, together, without_nu
 Scheme = Literal["auto", "zero", "insert", "last_layer", "sqrt_depth", "downscale", "observe"]
 Action = Literal["zero", "insert", "last_layer", "sqrt_depth", "downscale", "already_closed", "excluded", "observe"]
 CONSTANT_SCHEMES = ("sqrt_depth", "downscale")
+CLOSED = ("zero", "insert", "last_layer", "already_closed")  # actions after which a branch contributes nothing
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -247,7 +248,7 @@ class _Prefixed:
 
 def format_plan(plan: ResidualPlan) -> str:
     """The plan as a table; equal branches are one row."""
-    return "\n".join([plan._title(), in_columns(_grouped(plan)), *_remarks(plan)])
+    return "\n".join([plan._title(), in_columns(_grouped(plan)), *_remarks(plan), *_keys_of_their_own(plan)])
 
 
 def _grouped(plan: ResidualPlan) -> list[tuple[str, ...]]:
@@ -292,6 +293,16 @@ def _remarks(plan: ResidualPlan) -> Iterator[str]:
         yield "unread: no output of the network is computed from that sum; left as it is, and not judged."
     if plan.idle:
         yield "did not run: this forward did not read their parameters; branches inside them are not known."
+
+
+def _keys_of_their_own(plan: ResidualPlan) -> list[str]:
+    """The scalars that do not fold into weights, so that state dicts keep them."""
+    kept = [g.parameter for g in plan.gates if g.module and not g.folds_into]
+    if not kept:
+        return []
+    who = "1 inserted scalar does not fold into weights and keeps a key of its own"
+    several = f"{len(kept)} inserted scalars do not fold into weights and keep keys of their own"
+    return [f"in the state dict {who if len(kept) == 1 else several}: {together(kept)}"]
 
 
 def _gates_of(branch: Branch) -> str:

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from lit_resinit.judge.identity import IdentityReport
 from lit_resinit.judge.verdicts import ALARMS, GradientReport
 from lit_resinit.plan.values import CONSTANT_SCHEMES, ResidualPlan
 from lit_resinit.report.files import replace_file
+from lit_resinit.report.tables import told_fits
 from lit_resinit.watch.history import History
 from lit_resinit.watch.lapses import Lapse, in_words
 
@@ -57,6 +59,7 @@ def about_run(
     woke: dict[str, int] | None = None,
     usefulness: dict[str, float] | None = None,
     agreement: str = "",
+    fits: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Plan, verdicts, waking steps and usefulness in plain types, as the page shows and a checkpoint keeps them.
 
@@ -67,6 +70,7 @@ def about_run(
         woke: Gate parameter to the number of optimizer steps it slept.
         usefulness: What :func:`lit_resinit.measure_usefulness` found.
         agreement: A sentence on how usefulness agrees with the order of switching on.
+        fits: The first steps of later fits that the history holds.
 
     Returns:
         A dictionary that goes through JSON.
@@ -79,6 +83,7 @@ def about_run(
         "start": _start(identity),
         "usefulness": usefulness,
         "agreement": agreement,
+        "fits": list(fits),
     }
     for branch in () if plan is None else plan.branches:
         names = [g.parameter for g in branch.gates]
@@ -284,7 +289,7 @@ def page_data(history: History, about: dict[str, Any], state: str = "") -> dict[
     floor = max(history.on_ratio / 100, 1e-8)
     first, last = (history.var_stream[i] if len(history) else torch.zeros(0) for i in (0, -1))
     return {
-        "state": state,
+        "state": ". ".join([state, *([told_fits(about["fits"])] if about.get("fits") else [])]).removeprefix(". "),
         "tiles": _tiles(history, branches, about["start"], on),
         "notes": _notes(history, about, on, len(rows), len(records)),
         "verdicts": [*about["verdicts"].items(), *_later(lapses, len(branches))],
@@ -345,7 +350,7 @@ def _tiles(history: History, branches: list[dict[str, Any]], start: str, on: int
     troubled = sum(s not in _CALM for s in statuses)
     asleep = sum(s == "asleep" for s in statuses)
     tiles = [
-        ["blocks on", f"{on} / {len(history.branches)}"],
+        ["blocks on", f"{on} / {len(history.branches) - len(history.open_from_start())}"],
         ["last record, step", str(int(history.steps[-1])) if len(history) else "-"],
         ["identity at the start", start or "not judged"],
     ]
@@ -361,16 +366,18 @@ def _notes(history: History, about: dict[str, Any], on: int, rows: int, records:
     seen = "" if records == len(history) else f"{records:,} of {len(history):,} records drawn. "
     curves = len(range(0, rows, max(1, math.ceil(rows / _CURVES))))
     lines = "" if curves == total else f"{curves} of {total:,} branches, evenly by depth; "
-    never = [name for name, step in history.switched_on().items() if step is None]
+    opened = history.open_from_start()
+    never = [name for name, step in history.switched_on().items() if step is None and name not in {*opened}]
     missed = (
         f" Never: {', '.join(never[:6])}{f' and {len(never) - 6:,} more' if len(never) > 6 else ''}." if never else ""
     )
+    started = f" {len(opened):,} were not closed, and on from the start: no place in the order." if opened else ""
     return {
         "map": f"Colour: variance of the branch over that of the stream entering its addition. Dots: the first record "
         f"at which it reached {history.on_ratio:g}. {drawn}{seen}".strip(),
         "gates": f"Largest |g| of each branch, measured from its closing value; {lines}from the "
         "first (dark) to the last (light).",
-        "order": f"{on} of {total:,} branches switched on.{missed}",
+        "order": f"{on} of {total - len(opened):,} branches switched on.{missed}{started}",
         "stream": "The residual stream as it enters each addition, at the first and at the last record.",
         "use": about["agreement"] or "Loss with the gate closed minus loss, by the order of switching on.",
     }

@@ -29,8 +29,15 @@ def send_record(trainer: Any, history: History, per_branch: bool | None, *, to_l
 
 def show_progress(trainer: Any, module: Any, history: History, values: dict[str, float]) -> None:
     """How many blocks are on, in the progress bar, where there is one."""
+    closed = len(history.branches) - len(history.open_from_start())
     if trainer.progress_bar_callback is not None:
-        module.log(f"blocks on/{len(history.branches)}", values["resinit/switched_on"], prog_bar=True, logger=False)
+        module.log(f"blocks on/{closed}", values["resinit/switched_on"], prog_bar=True, logger=False)
+
+
+def prints(trainer: Any) -> bool:
+    """Whether this rank prints: not where the Trainer's bars are switched off by themselves, or all output is."""
+    bars = trainer.progress_bar_callback
+    return trainer.is_global_zero and not trainer.barebones and not getattr(bars, "is_disabled", False)
 
 
 def send_figure(trainer: Any, history: History) -> bool:

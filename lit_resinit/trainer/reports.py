@@ -35,21 +35,20 @@ class RunReport:
         self.path = path
         self._page = LivePage(path) if is_page(path) else None
 
-    def follow(self, trainer: Any, history: History, about: Any, state: str = "running", *, last: bool = False) -> None:
+    def follow(self, trainer: Any, history: History, about: Any, state: str, *, last: bool = False) -> None:
         """Rewrite the page; a full disk is a reason to say so, and none to stop the training.
 
         Args:
             trainer: The Trainer.
             history: What was recorded.
             about: What else is known, as a function, for most calls write nothing.
-            state: What the run does.
+            state: What the run does, and at which step.
             last: Whether to write in any case, and for the last time.
         """
         if self._page is None or not trainer.is_global_zero or not (last or self._page.due):
             return
         try:
-            text = f"{state} at step {trainer.global_step}, written {clock()}"
-            self._page.write(history, about(), text, last)
+            self._page.write(history, about(), f"{state}, written {clock()}", last)
         except OSError as error:
             warn(f"the page {self.path} could not be rewritten ({error}); the training goes on.")
 

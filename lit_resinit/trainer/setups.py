@@ -18,16 +18,43 @@ def may_come_later(module: nn.Module) -> bool:
     return any(getattr(type(module), n) is not getattr(base, n) for n in ("setup", "configure_model"))
 
 
-def refuse_strategy(strategy: Any) -> None:
-    """Strategies after whose wrapping neither a gate nor its gradient can be read."""
+def packing(strategy: Any) -> str:
+    """The strategy's name, where its engine packs parameters into buffers of its own; "" for any other.
+
+    There a gate's value and gradient can be read before the engine is built only.
+    """
     names = {c.__name__ for c in type(strategy).__mro__} & {"FSDPStrategy", "DeepSpeedStrategy"}
-    if names:
+    return min(names, default="")
+
+
+def refuse_packed(strategy: Any) -> None:
+    """A network that came after ``setup`` is in the engine already."""
+    name = packing(strategy)
+    if name:
         raise ResInitError(
-            f"setting up under {min(names)}: expected parameters that keep their values and gradients, found a "
-            "strategy that packs them into flat buffers, where a gate can neither be closed later nor judged. Use "
-            "ModelParallelStrategy (FSDP2). Or close the gates yourself, with `apply_(self, make_plan(self, ...))` at "
-            "the end of `__init__`, check them once on one device with `Trainer(devices=1, fast_dev_run=True, "
-            "callbacks=[ResidualInit()])`, and train without the callback. Nothing was changed."
+            f"closing the gates under {name}: expected the network and a batch when the callback is set up, found them "
+            "only after the engine has packed the parameters into buffers of its own. Tried in `setup`: a trace of the "
+            "module as it was then, which had no residual branch, or no inputs. Build the network in `__init__`, or "
+            "pass `example_inputs`; or close it at the end of `configure_model` with `apply_(self.net, "
+            "make_plan(self.net, ...))`, which this callback recognises. Nothing was changed."
+        )
+
+
+def in_workers(strategy: Any) -> bool:
+    """Whether the training runs in processes whose network the main process loads when they end (spawn, fork)."""
+    launcher = getattr(strategy, "launcher", None)
+    return launcher is not None and hasattr(launcher, "_recover_results_in_main_process")
+
+
+def refuse_workers(strategy: Any, plan: ResidualPlan) -> None:
+    """The network in the main process gets the weights of the workers', but no scalar that does not fold into them."""
+    stuck = [g.parameter for g in plan.gates if g.module and not g.folds_into]
+    if stuck:
+        raise ResInitError(
+            f"setting up under {type(strategy).__name__} with processes that are spawned or forked: expected scalars "
+            f"that fold into the weights before them, found {len(stuck)} that do not ({together(stuck)}). The network "
+            "in the main process would get the trained weights without them, and compute something else. Train with "
+            "strategy='ddp', or use scheme='last_layer'. Nothing was trained."
         )
 
 

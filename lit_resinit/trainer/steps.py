@@ -8,6 +8,16 @@ from typing import Any
 from lit_resinit.judge.optimizers import has_finite_gradients
 
 
+def moves_by_itself(trainer: Any) -> bool:
+    """Whether no optimizer that the Trainer knows holds anything: the module steps in its backward, or not at all."""
+    return not any(group["params"] for optimizer in trainer.optimizers for group in optimizer.param_groups)
+
+
+def steps_done(trainer: Any) -> int:
+    """Optimizer steps done; batches where the module steps by itself, which nobody counts."""
+    return int(trainer.fit_loop.total_batch_idx if moves_by_itself(trainer) else trainer.global_step)
+
+
 def step_index(trainer: Any) -> int:
     """Optimizer steps counted by batches, the x-axis of Lightning's own logs."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)

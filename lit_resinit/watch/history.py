@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 QUANTITIES = ("gate", "gate_max", "gate_grad", "var_stream", "var_branch", "variance_ratio", "saliency")
 _ON_RATIO, _LIMIT = 1e-3, 2000
+_OFF, _UNDECIDED, _OPEN = -1, -2, -3  # in place of the step of a branch that has not switched on
 
 
 # what draws a history, by name; the room that draws enters its functions here, as nothing is imported from below
@@ -77,11 +78,20 @@ class History(Shown):
         self.on_ratio, self.limit = on_ratio, limit
         self._rows: list[tuple[int, Tensor]] = []
         self._stride, self._count = 1, 0
-        self._on = torch.full((len(self.branches),), -1, dtype=torch.int64)
+        self._on = torch.full((len(self.branches),), _OFF, dtype=torch.int64)
         self.lapses = Lapses(self.branches)
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def begin(self, closed: Sequence[bool]) -> None:
+        """Say which branches are known to start closed; any other that is on at its first record was so from the start.
+
+        Args:
+            closed: One for each branch. Without this call every branch counts as closed at the start.
+        """
+        if not self._rows:
+            self._on[:] = torch.where(torch.tensor(closed, dtype=torch.bool), _OFF, _UNDECIDED)
 
     def append(self, step: int, gates: Tensor, var_stream: Tensor, var_branch: Tensor) -> None:
         """Add a record.
@@ -107,8 +117,10 @@ class History(Shown):
 
     def _see(self, step: int, row: Tensor) -> None:
         """Note which branches this record shows switched on, and which have lapsed."""
-        first = (self._on < 0) & (row[5] >= self.on_ratio)
-        self._on[first] = step
+        on, seen = row[5] >= self.on_ratio, ~row[5].isnan()
+        self._on[(self._on == _UNDECIDED) & on] = _OPEN
+        self._on[(self._on == _UNDECIDED) & seen] = _OFF
+        self._on[(self._on == _OFF) & on] = step
         self.lapses.see(step, row[0], row[2], row[4])
 
     @property
@@ -129,8 +141,15 @@ class History(Shown):
         return self._rows[-1][1][QUANTITIES.index(quantity)]
 
     def switched_on(self) -> dict[str, int | None]:
-        """For every branch the first recorded step at which its variance ratio reached ``on_ratio``."""
+        """For every branch the first recorded step at which its variance ratio reached ``on_ratio``.
+
+        None for one that has not, and for one that was open from the start.
+        """
         return {name: None if on < 0 else on for name, on in zip(self.branches, self._on.tolist(), strict=True)}
+
+    def open_from_start(self) -> list[str]:
+        """Names of the branches that were not closed, and on at their first record: they have not switched on."""
+        return [name for name, on in zip(self.branches, self._on.tolist(), strict=True) if on == _OPEN]
 
     def order(self) -> list[str]:
         """Names of the branches that switched on, earliest first; the larger ratio first where steps are equal."""

@@ -187,7 +187,8 @@ def agreements(history: History, usefulness: dict[str, float]) -> tuple[Agreemen
     """
     names = history.branches
     order = {name: place for place, name in enumerate(history.order())}
-    early = torch.tensor([-float(order.get(name, len(order))) for name in names])
+    apart = set(history.open_from_start())  # these have no place in the order
+    early = torch.tensor([math.nan if n in apart else -float(order.get(n, len(order))) for n in names])
     found = torch.tensor([usefulness.get(name, math.nan) for name in names])
     saliency = history.newest("saliency") if len(history) else torch.full((len(names),), math.nan)
     return (

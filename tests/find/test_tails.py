@@ -38,7 +38,7 @@ def test_every_summand_has_its_gate_and_the_biases_after_it() -> None:
     tail = tail_of(ManySummands(3))
     assert [g.parameter for g in tail.every_gate] == [f"layers.{i}.weight" for i in range(3)]
     assert [g.biases for g in tail.every_gate] == [("bias", f"layers.{i}.bias") for i in range(3)]
-    assert all(s.nonlinear_at is not None and not s.insertable for s in tail.summands())
+    assert all(s.nonlinear and not s.insertable for s in tail.summands())
     assert tail.closable
 
 
