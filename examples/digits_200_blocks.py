@@ -76,6 +76,10 @@ class DigitsNetwork(pl.LightningModule):
     def on_validation_epoch_end(self) -> None:
         self.accuracy = self.right / self.seen
 
+    def on_train_epoch_end(self) -> None:
+        epoch, epochs = self.current_epoch + 1, self.trainer.max_epochs
+        print(f"epoch {epoch} of {epochs}: loss {self.losses[-1]:.3g}, accuracy {self.accuracy:.1%}", flush=True)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE, momentum=0.9)
 
@@ -115,11 +119,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--blocks", type=int, default=200, help="number of residual blocks (default: 200)")
     parser.add_argument("--epochs", type=int, default=12, help="epochs of each training (default: 12)")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for the picture (default: here)")
+    parser.add_argument("--history", type=Path, help="write what was recorded to this file (.npz) too")
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
 
-    print(f"--- {options.blocks} blocks with ResidualInit ---")
+    print(f"--- {options.blocks} blocks with ResidualInit ---", flush=True)
     callback = ResidualInit(log_every_n_steps=2)
     network = fit(options.blocks, options.epochs, [callback])
 
@@ -134,11 +139,13 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     picture = options.out / "digits_200_blocks.png"
     title = f"{options.blocks} residual blocks switching on (handwritten digits)"
     activation_figure(callback.history, title).savefig(picture, dpi=150)
+    if options.history is not None:
+        callback.history.save(options.history)
     print(f"\nLoss: {network.losses[0]:.3g} at the first step, {network.losses[-1]:.3g} at the last")
     print(f"Validation accuracy: {network.accuracy:.1%}")
     print(f"Picture: {picture}")
 
-    print("\n--- the same network without it ---")
+    print("\n--- the same network without it ---", flush=True)
     plain = fit(options.blocks, options.epochs, [])
     print(f"Loss: {plain.losses[0]:.3g} at the first step, {plain.losses[-1]:.3g} at the last")
     print(f"Validation accuracy: {plain.accuracy:.1%}")

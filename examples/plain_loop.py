@@ -1,6 +1,6 @@
 """A residual network that starts as the identity, in a loop of plain PyTorch: closed, proven, judged, watched.
 
-python examples/plain_loop.py [--page run.html]
+python examples/plain_loop.py [--page run.html] [--picture run.png] [--history run.npz]
 """
 
 import argparse
@@ -34,7 +34,9 @@ def batches(steps: int, width: int = 16, size: int = 64) -> list[tuple[Tensor, T
     return [(x, x[:, :1] * x[:, 1:2]) for x in inputs]
 
 
-def main(steps: int = 300, page: str | None = None) -> dict[str, object]:
+def main(
+    steps: int = 300, page: str | None = None, picture: str | None = None, saved: str | None = None
+) -> dict[str, object]:
     torch.manual_seed(0)
     model, data = network(), batches(steps)
 
@@ -58,6 +60,10 @@ def main(steps: int = 300, page: str | None = None) -> dict[str, object]:
     Console().print(history_table(plan, history))
     if page is not None:
         write_page(page, history, about_run(plan, trial.identity, trial.gradients, trial.woke))
+    if picture is not None:
+        history.plot().savefig(picture, dpi=150)
+    if saved is not None:
+        history.save(saved)  # `lit-resinit report run.npz` reads it
     folded = fold_(model)  # the plain network again
     print(f"loss {losses[0]:.3f} at first, {sum(losses[-20:]) / 20:.3f} at the end; {len(folded)} gates folded")
     return {"plan": plan, "seen": trial, "history": history, "losses": losses, "folded": folded, "model": model}
@@ -66,4 +72,7 @@ def main(steps: int = 300, page: str | None = None) -> dict[str, object]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", help="write the run as one HTML page")
-    main(page=parser.parse_args().page)
+    parser.add_argument("--picture", help="draw the heat map")
+    parser.add_argument("--history", help="write what was recorded")
+    options = parser.parse_args()
+    main(page=options.page, picture=options.picture, saved=options.history)

@@ -34,6 +34,7 @@ from lit_resinit.plan.mark import LoadHook as LoadHook
 from lit_resinit.plan.states import PlainStates as PlainStates
 from lit_resinit.plan.values import Branch, ResidualPlan
 from lit_resinit.plan.values import Stream as Stream
+from lit_resinit.report import figures as _figures  # noqa: F401 - enters what `History.plot` draws
 from lit_resinit.watch.history import History
 from lit_resinit.watch.path import Attribution as Attribution
 from lit_resinit.watch.path import attribute
@@ -80,6 +81,11 @@ try:
     __version__ = version("lit-resinit")
 except PackageNotFoundError:  # a checkout that is not installed
     __version__ = "0"
+
+
+def __dir__() -> list[str]:
+    """The public names, and nothing else."""
+    return sorted(__all__)
 
 
 def __getattr__(name: str) -> Any:

@@ -197,6 +197,10 @@ class ResidualInit(Callback):
         self._trial: Trial | None = None
         self._watching: Watching | None = None
 
+    def __repr__(self) -> str:
+        found = "not set up" if self.plan is None else f"{len(self.plan)} branches, {len(self.history)} records"
+        return f"<ResidualInit: scheme {self.scheme}, {found}>"
+
     # ---------------------------------------------------------------- 1. close the gates
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:

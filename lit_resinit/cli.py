@@ -10,13 +10,16 @@ import os
 import pickle
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
+from lit_resinit.arguments import as_input, as_json_object, draw_inputs, in_flags, load_weights
 from lit_resinit.errors import ResInitError
 from lit_resinit.find.branches import Found, find
 from lit_resinit.find.sums import visible_sums
@@ -57,14 +60,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # whatever the user's model raises is told in one line, as ours is
         name = "" if isinstance(error, ResInitError) else f"{type(error).__name__}: "
         if options.json:
-            print(json.dumps({"error": f"{name}{error}"}))
+            print(json.dumps({"error": in_flags(f"{name}{error}")}))
         else:
-            print(f"{options.command}: {name}{error}", file=sys.stderr)
+            print(in_flags(f"{options.command}: {name}{error}"), file=sys.stderr)
         return IMPOSSIBLE
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m lit_resinit", description=__doc__)
+    parser = argparse.ArgumentParser(prog="lit-resinit", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"lit-resinit {_version()}, torch {torch.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
     inspect = commands.add_parser("inspect", help="plan and verdicts of a model; nothing is trained")
@@ -73,13 +77,15 @@ def _parser() -> argparse.ArgumentParser:
         "--input",
         action="append",
         required=True,
-        type=_shape,
-        metavar="2,3,64,64[:int]",
-        help="shape of a random input, one for each argument of the forward; with :int integers from 0 to 9",
+        type=as_input,
+        metavar="[NAME=]SIZES[:KIND[:LOW-HIGH]]",
+        help="a random input, one for each argument of the forward, such as 2,3,64,64 or input_ids=2,16:int:0-999; the "
+        "kind is float (normal numbers), int (from 0 to 9), bool, mask (all true) or ones (integers)",
     )
     inspect.add_argument(
-        "--arguments", type=_json_object, default={}, help="keyword arguments of the callable, as JSON"
+        "--arguments", type=as_json_object, default={}, help="keyword arguments of the callable, as JSON"
     )
+    inspect.add_argument("--weights", type=Path, help="a state dict, or a checkpoint with one, to load before")
     inspect.add_argument("--scheme", choices=get_args(Scheme), default="auto")
     inspect.add_argument("--include", action="append", help="glob on branch names; may be repeated")
     inspect.add_argument("--exclude", action="append", help="glob on branch names; may be repeated")
@@ -87,9 +93,11 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--sums", action="store_true", help="every sum of the network, and why it is a branch or none")
     inspect.set_defaults(run=_inspect)
 
-    report = commands.add_parser("report", help="page or picture of a run")
+    report = commands.add_parser("report", help="summary, page or picture of a run")
     report.add_argument("source", type=Path, help="a checkpoint of a run with ResidualInit, or what History.save wrote")
-    report.add_argument("-o", "--out", type=Path, required=True, help="run.html, or a picture: run.png, .pdf, .svg")
+    report.add_argument(
+        "-o", "--out", type=Path, help="run.html, or a picture: run.png, .pdf, .svg; without it, the summary is printed"
+    )
     report.set_defaults(run=_report)
 
     fold = commands.add_parser("fold", help="a checkpoint with inserted scalars as one of the plain network")
@@ -103,25 +111,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _shape(text: str) -> tuple[tuple[int, ...], bool]:
-    sizes, _, kind = text.partition(":")
+def _version() -> str:
     try:
-        shape = tuple(int(size) for size in sizes.split(","))
-    except ValueError:
-        shape = ()
-    if not shape or min(shape) < 1 or kind not in ("", "int"):
-        raise argparse.ArgumentTypeError(f"expected positive sizes such as 2,3,64,64 or 2,16:int but got {text!r}")
-    return shape, kind == "int"
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'expected a JSON object such as {{"num_classes": 10}} but got {text!r}')
-    return value
+        return metadata.version("lit-resinit")
+    except metadata.PackageNotFoundError:  # a checkout that is not installed
+        return "0"
 
 
 # -------------------------------------------------------------------- inspect
@@ -130,28 +124,30 @@ def _json_object(text: str) -> dict[str, Any]:
 def _inspect(options: argparse.Namespace) -> int:
     torch.manual_seed(0)
     model = _model(options.model, options.arguments)
-    inputs = tuple(torch.randint(10, shape) if whole else torch.randn(shape) for shape, whole in options.input)
+    if options.weights is not None:
+        load_weights(model, options.weights)
+    inputs, named = draw_inputs(options.input)
     if options.sums:
-        return _print_sums(trace(model, inputs), options.json)
-    plan = make_plan(model, inputs, scheme=options.scheme, include=options.include, exclude=options.exclude)
+        return _print_sums(trace(model, inputs, named), options.json)
+    plan = make_plan(model, inputs, named, scheme=options.scheme, include=options.include, exclude=options.exclude)
     apply_(model, plan, overwrite_trained=options.overwrite_trained)
     model.train()
-    with observe(model, plan, inputs) as seen:
-        _random_projection(model(*inputs)).backward()
+    with observe(model, plan, (inputs, named)) as seen:
+        _random_projection(model(*inputs, **named)).backward()
     identity, gradients = seen.identity, seen.gradients
     good = identity.ok and gradients.ok
     if options.json:
         verdicts = {
-            "identity": {"ok": identity.ok, "text": str(identity), **_plain(identity, "branches", "stacks")},
+            "identity": {"ok": identity.ok, "text": in_flags(str(identity)), **_plain(identity, "branches", "stacks")},
             "gradients": {
                 "ok": gradients.ok,
-                "text": str(gradients),
+                "text": in_flags(str(gradients)),
                 "gates": {name: dataclasses.asdict(gate) for name, gate in gradients.gates.items()},
             },
         }
         print(_json({"ok": good, "plan": plan.to_dict(), **verdicts}))
     else:
-        print(plan, identity, gradients, sep="\n\n")
+        print(plan, in_flags(str(identity)), in_flags(str(gradients)), sep="\n\n")
     return GOOD if good else BAD
 
 
@@ -229,6 +225,10 @@ def _json(value: Any) -> str:
 
 def _report(options: argparse.Namespace) -> int:
     history, about = _read(options.source)
+    if options.out is None:
+        return _print_summary(history, about, options.json)
+    if not options.out.parent.is_dir():
+        raise FileNotFoundError(f"{options.out.parent}: no such folder, so {options.out.name} cannot be written there")
     check_report(options.out)
     if is_page(options.out):
         write_page(options.out, history, about, f"from {options.source.name}")
@@ -236,16 +236,35 @@ def _report(options: argparse.Namespace) -> int:
         from lit_resinit.report.attribution import run_figure
 
         replace_file(options.out, run_figure(history).savefig)
-    on, order = history.switched_on(), history.order()
     if options.json:
-        found = {"written": str(options.out), "records": len(history), "switched_on": on, "order": order}
-        print(_json(found))
+        print(_json({"written": str(options.out)} | _summary(history)))
     else:
-        print(f"{options.out}: {len(order)} of {len(on)} branches switched on, {len(history)} records")
+        found = _summary(history)
+        on = f"{len(found['order'])} of {len(found['switched_on'])} branches switched on"
+        print(f"{options.out}: {on}, {len(history)} records")
+    return GOOD
+
+
+def _summary(history: History) -> dict[str, Any]:
+    return {"records": len(history), "switched_on": history.switched_on(), "order": history.order()}
+
+
+def _print_summary(history: History, about: dict[str, Any] | None, as_json: bool) -> int:
+    """What is known of a run: its plan and verdicts, where the file has them, and how its blocks switched on."""
+    about = about or {}
+    verdicts = {str(k): in_flags(str(v)) for k, v in about.get("verdicts", {}).items()}
+    if as_json:
+        print(_json(_summary(history) | {"plan": about.get("plan", ""), "verdicts": verdicts}))
+        return GOOD
+    for part in filter(None, [about.get("plan"), *(f"{k}: {v}" for k, v in verdicts.items())]):
+        print(f"{part}\n")
+    Console().print(history)
     return GOOD
 
 
 def _read(path: Path) -> tuple[History, dict[str, Any] | None]:
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file")
     if path.suffix == ".npz":
         return History.load(path), None
     checkpoint = _load(path)

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from networks import WIDTH, Classifier, Scaled, data, stack, trainer
+from torch import nn
 
 from lit_resinit import History, ResidualInit
+from lit_resinit.arguments import Input, as_input, in_flags
 from lit_resinit.cli import main
 
 MODELS = """
@@ -47,6 +49,18 @@ def shut():
 class Centred(nn.Module):
     def forward(self, x):
         return x + x.mean(-1, keepdim=True).expand_as(x)
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.blocks = nn.Embedding(1000, 8), net()
+
+    def forward(self, input_ids, attention_mask=None):
+        assert attention_mask.dtype == torch.int64
+        return self.blocks(self.embedding(input_ids) * attention_mask.unsqueeze(-1))
+
+def late():
+    return nn.Sequential(Block(), nn.LayerNorm(8))
 
 def mixed():
     return nn.Sequential(Block(), Centred(), nn.Linear(8, 2))
@@ -129,12 +143,103 @@ def test_what_cannot_be_inspected_is_exit_code_two(
     assert told in as_json(capsys)["error"]
 
 
-@pytest.mark.parametrize("shape", ["", "a", "2,-3", "2,3:float", "2,,3"])
+@pytest.mark.parametrize("shape", ["", "a", "2,-3", "2,0", "2,3:long", "2,,3", "=2,3", "2,3:ones:0-1", "2:int:5-1"])
 def test_wrong_shapes_are_named(shape: str, models: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["inspect", f"{models}:net", f"--input={shape}"])
     assert stopped.value.code == 2
-    assert "expected positive sizes" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "expected positive sizes" in told or "expected a range for float or int" in told
+
+
+def test_inputs_by_name_with_a_range_and_a_mask(models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--input", "attention_mask=2,16:ones", "--input", "input_ids=2,16:int:0-999"]
+    assert main(["inspect", f"{models}:Words", *given]) == 0
+    assert "3 alive" in capsys.readouterr().out
+    assert main(["inspect", f"{models}:Words", *given, "--sums"]) == 0
+
+
+def test_kinds_of_input() -> None:
+    torch.manual_seed(0)
+    assert as_input("2,3") == Input((2, 3))
+    assert as_input("x=2,3:int:-5--2").bounds == (-5, -2)
+    drawn = as_input("200:int:7-9").draw()
+    assert (drawn.min(), drawn.max(), drawn.dtype) == (7, 9, torch.int64)
+    drawn = as_input("200:float:0.5-1").draw()
+    assert 0.5 <= drawn.min() < 0.6 < 0.9 < drawn.max() <= 1
+    assert as_input("200:bool").draw().unique().tolist() == [False, True]
+    assert as_input("4:mask").draw().tolist() == [True] * 4
+
+
+@pytest.mark.parametrize("wrap", [lambda s: s, lambda s: {"state_dict": {f"net.{k}": v for k, v in s.items()}}])
+def test_weights_of_a_state_dict_or_a_checkpoint(
+    wrap: Any, models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import some_models
+
+    model = some_models.late()
+    nn.init.zeros_(model[0].scale)
+    torch.save(wrap(model.state_dict()), tmp_path / "weights.pt")
+    arguments = ["--input", "2,8", "--scheme", "observe"]
+    assert main(["inspect", f"{models}:late", *arguments]) == 1
+    assert main(["inspect", f"{models}:late", *arguments, "--weights", str(tmp_path / "weights.pt")]) == 0
+    capsys.readouterr()
+    assert main(["inspect", f"{models}:net", *arguments, "--weights", str(tmp_path / "weights.pt")]) == 2
+    assert "missing (1.scale" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"text", {"a": 1}, None])
+def test_other_weights_are_refused(
+    content: Any, models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "weights.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
+    assert main(["inspect", f"{models}:net", "--input", "2,8", "--weights", str(path)]) == 2
+    assert ("no such file" if content is None else "expected a state dict") in capsys.readouterr().err
+
+
+def test_messages_speak_of_flags(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import some_models
+
+    trained = some_models.late()
+    nn.init.uniform_(trained[0].scale), nn.init.uniform_(trained[1].weight)
+    torch.save(trained.state_dict(), tmp_path / "trained.pt")
+    main(["inspect", f"{models}:late", "--input", "2,8", "--weights", str(tmp_path / "trained.pt")])
+    main(["inspect", f"{models}:net", "--input", "2,9"])
+    main(["inspect", f"{models}:plain", "--input", "2,8"])
+    main(["inspect", f"{models}:net", "--input", "2,8", "--scheme", "observe"])
+    told = "".join(capsys.readouterr())
+    for flag in ("--input", "--scheme auto", "--exclude"):
+        assert f"`{flag}`" in told
+    for python in ("make_plan(", "ResidualInit(", "scheme=", "=True", "example_inputs", "identity='"):
+        assert python not in told
+
+
+def test_flags_for_every_argument_that_a_message_names() -> None:
+    text = "Pass `include`, scheme='observe' or `overwrite_trained=True`; or other `example_inputs`."
+    assert in_flags(text) == "Pass `--include`, `--scheme observe` or `--overwrite-trained`; or other `--input`."
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.startswith("lit-resinit ")
+
+
+def test_a_missing_file_is_said_before_anything_slow_is_imported(tmp_path: Path) -> None:
+    slow = "{'lightning', 'torchmetrics', 'matplotlib', 'plotly', 'torchvision', 'pandas'}"
+    check = (
+        "import sys; from lit_resinit.cli import main; code = main(['report', 'missing.npz']); "
+        f"assert not {slow} & set(sys.modules); sys.exit(code)"
+    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", check]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    assert (done.returncode, done.stderr) == (2, "report: FileNotFoundError: missing.npz: no such file\n")
 
 
 def test_inspect_runs_as_a_module_and_without_lightning(models: str, tmp_path: Path) -> None:
@@ -191,6 +296,26 @@ def test_report_of_a_history_as_json(tmp_path: Path, capsys: pytest.CaptureFixtu
             "order": ["b"],
         }
         assert (tmp_path / name).stat().st_size > 1000
+
+
+def test_report_without_a_file_prints_the_summary(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["report", str(checkpoint)]) == 0
+    printed = capsys.readouterr().out
+    for text in ("2 residual branches", "each contributes exactly nothing", "2 alive", "switched on", "variance ratio"):
+        assert text in printed
+    assert sorted(tmp_path.rglob("*")) == before
+    assert main(["report", str(checkpoint), "--json"]) == 0
+    assert set(as_json(capsys)) == {"records", "switched_on", "order", "plan", "verdicts"}
+
+
+def test_report_makes_no_folder(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(checkpoint), "-o", str(tmp_path / "new" / "run.html")]) == 2
+    assert "no such folder" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import lit_resinit
 PACKAGE = Path(lit_resinit.__file__).parent
 # each room may import from those before it, and from itself
 ROOMS = ["errors", "words", "graph", "find", "plan", "judge", "watch", "report", "trainer"]
-ROOMS += ["cli", "__main__", "callback"]
+ROOMS += ["arguments", "cli", "__main__", "callback"]
 
 
 def part(file: Path) -> str:

@@ -44,6 +44,11 @@ class Gate:
     leaf: int = 0
     folds_into: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        which = self.parameter if self.index is None else f"{self.parameter}[{self.index}]"
+        biases = f" with {', '.join(self.biases)}" if self.biases else ""
+        return f"<Gate {which}: {self.kind}, closed at {self.value:g}{biases}>"
+
     def of(self, parameters: Mapping[str, Tensor]) -> Tensor:
         """The gate's own part of its parameter: all of it, or one element."""
         value = parameters[self.parameter]

@@ -26,7 +26,7 @@ from lit_resinit.judge.compare import AtAdditions, Comparison, Peaks, Reader
 from lit_resinit.plan.evidence import check_untrained
 from lit_resinit.plan.make import as_arguments
 from lit_resinit.plan.values import CONSTANT_SCHEMES, Branch, ResidualPlan, check_plan
-from lit_resinit.words import together, without_numbers
+from lit_resinit.words import Shown, together, without_numbers
 
 Cause = Literal["unzeroed scale", "bias after scale", "ungated branch", "nonfinite branch", "stream changed"]
 NOT_RUN = "this forward did not run the branch; judged by its parameters"
@@ -69,7 +69,7 @@ class StackIdentity:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class IdentityReport:
+class IdentityReport(Shown):
     """One verdict for each branch of a plan that was not excluded, and one for each stream.
 
     ``constant`` is whether a constant scales the branches; ``trained`` names a parameter that looks trained, where
@@ -90,6 +90,20 @@ class IdentityReport:
 
     def __str__(self) -> str:
         return describe(self)
+
+    def __repr__(self) -> str:
+        return Shown.__repr__(self)  # or else it would be that of a dataclass
+
+    def _title(self) -> str:
+        if self.constant:
+            growths = [f"{s.growth:.3g}" for s in self.stacks]
+            return f"Var(out)/Var(in) of each stream {', '.join(growths[:3])}{', ...' if growths[3:] else ''}"
+        open_ = sum(b.status == "open" for b in self.branches)
+        return f"{open_} of {len(self.branches)} branches open" if open_ else f"{len(self.branches)} branches closed"
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        rows = [(b.name, b.status, b.cause or "-", b.culprit or "-", f"{b.deviation:.3g}") for b in self.branches]
+        return [("branch", "status", "cause", "culprit", "deviation"), *rows]
 
     def raise_if_open(self) -> None:
         """Raise when :attr:`ok` is false.

@@ -7,7 +7,7 @@ import math
 from typing import Literal
 
 from lit_resinit.errors import GradientError
-from lit_resinit.words import in_columns, together, without_numbers
+from lit_resinit.words import Shown, in_columns, together, without_numbers
 
 Status = Literal["alive", "asleep", "dead", "missing", "nonfinite", "exploding"]
 Role = Literal["gate", "bias", "zero layer", "branch", "layer"]
@@ -51,7 +51,7 @@ class GateGradient:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class GradientReport:
+class GradientReport(Shown):
     """One verdict for every gate, the biases closed with it, and every zero layer, keyed by parameter name.
 
     ``alive``: it learns. ``asleep``: exactly zero, explained by what training or the next batch changes. ``dead``:
@@ -75,8 +75,17 @@ class GradientReport:
     def __str__(self) -> str:
         return describe(self)
 
+    def __repr__(self) -> str:
+        return Shown.__repr__(self)  # or else it would be that of a dataclass
+
+    def _title(self) -> str:
+        return _counted(self)
+
     def table(self) -> str:
         """Every verdict, one line each: status, gradient, slope, and what it waits for or what is wrong."""
+        return in_columns(self._cells())
+
+    def _cells(self) -> list[tuple[str, ...]]:
         header = ("parameter", "role", "status", "max |gradient|", "slope", "why")
         rows = [
             (
@@ -89,7 +98,7 @@ class GradientReport:
             )
             for g in self.gates.values()
         ]
-        return in_columns([header, *rows])
+        return [header, *rows]
 
     def raise_if_dead(self) -> None:
         """Raise when a gate is dead, missing or nonfinite.
@@ -116,17 +125,20 @@ _NEXT: dict[str, str] = {
 }
 
 
+def _counted(report: GradientReport) -> str:
+    counts: dict[str, int] = {}
+    for gate in report.gates.values():
+        counts[gate.status] = counts.get(gate.status, 0) + 1
+    return ", ".join(f"{n} {status}" for status, n in counts.items()) or "none"
+
+
 def describe(report: GradientReport) -> str:
     """The report as a message: the origin by name, with the line; equal findings counted."""
     alarms = report.alarms
     if not alarms:
-        counts: dict[str, int] = {}
-        for gate in report.gates.values():
-            counts[gate.status] = counts.get(gate.status, 0) + 1
-        listed = ", ".join(f"{n} {status}" for status, n in counts.items()) or "none"
         waits = sorted({g.waits_for for g in report.gates.values() if g.waits_for})
         more = f"; they wait for {together(waits)}" if waits else ""
-        return f"judged the gradients of {len(report.gates)} gates, biases and zero layers: {listed}{more}."
+        return f"judged the gradients of {len(report.gates)} gates, biases and zero layers: {_counted(report)}{more}."
     lines = [
         f"judged the gradients of {len(report.gates)} gates, biases and zero layers; expected each to learn, found "
         f"{len(alarms)} that cannot:"

@@ -10,7 +10,7 @@ from torch import nn
 
 from lit_resinit.find.gates import Gate
 from lit_resinit.graph.where import Address
-from lit_resinit.words import in_columns, in_common, together, without_numbers
+from lit_resinit.words import Shown, in_columns, in_common, together, without_numbers
 
 Scheme = Literal["auto", "zero", "insert", "last_layer", "sqrt_depth", "downscale", "observe"]
 Action = Literal["zero", "insert", "last_layer", "sqrt_depth", "downscale", "already_closed", "excluded", "observe"]
@@ -70,6 +70,10 @@ class Branch:
     overwritten_in: str = ""
     overwritten_at: str = ""
 
+    def __repr__(self) -> str:
+        gates = f", gate {_gates_of(self)}" if self.gates else ""
+        return f"<Branch {self.name}: {self.skip} skip, {self.action}{gates}>"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stream:
@@ -91,7 +95,7 @@ class Stream:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ResidualPlan:
+class ResidualPlan(Shown):
     """What would be done to a model; a plain value, nothing is written until :func:`apply_`.
 
     Args:
@@ -135,6 +139,16 @@ class ResidualPlan:
 
     def __str__(self) -> str:
         return format_plan(self)
+
+    def __repr__(self) -> str:
+        return Shown.__repr__(self)  # or else it would be that of a dataclass
+
+    def _title(self) -> str:
+        title = f"{len(self)} residual branches, scheme {self.scheme}"
+        return title + (f"; zero layers outside: {', '.join(self.zero_layers)}" if self.zero_layers else "")
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        return _grouped(self)
 
     def below(self, name: str) -> ResidualPlan:
         """The same plan as seen from a module that holds the model under ``name``."""
@@ -234,6 +248,10 @@ class _Prefixed:
 
 def format_plan(plan: ResidualPlan) -> str:
     """The plan as a table; equal branches are one row."""
+    return "\n".join([plan._title(), in_columns(_grouped(plan)), *_remarks(plan), *_keys_of_their_own(plan)])
+
+
+def _grouped(plan: ResidualPlan) -> list[tuple[str, ...]]:
     groups: dict[tuple[str, ...], list[Branch]] = {}
     for b in plan.branches:
         kinds = "-" if b.action == "sqrt_depth" else "+".join(g.kind for g in b.gates) or "-"
@@ -246,10 +264,7 @@ def format_plan(plan: ResidualPlan) -> str:
     for what, places in (("unread", plan.unread), ("did not run", plan.idle)):
         for names in _alike(places):
             table.append((together(names), str(len(names)), "-", what, "-", "-"))
-    title = f"{len(plan)} residual branches, scheme {plan.scheme}"
-    if plan.zero_layers:
-        title += f"; zero layers outside: {', '.join(plan.zero_layers)}"
-    return "\n".join([title, in_columns(table), *_remarks(plan), *_keys_of_their_own(plan)])
+    return table
 
 
 def _alike(names: Iterable[str]) -> Iterable[list[str]]:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lit_resinit.errors import ResInitError
-from lit_resinit.watch.history import History
+from lit_resinit.watch.history import DRAWN, History
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -102,7 +102,8 @@ def draw_switching_on(axes: Axes, history: History, colour: str = "white") -> No
         label = f"ratio reached {history.on_ratio:g}"
         axes.scatter(steps, depths, s=4, color=colour, label=label)
         if colour == "white":
-            axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), fontsize="small", facecolor="0.6")
+            # below the axes: a long title needs all of its line
+            axes.legend(loc="upper right", bbox_to_anchor=(1.0, -0.07), fontsize="small", facecolor="0.6")
 
 
 def gate_figure(history: History, title: str = "How far the gates opened", most: int = 60) -> Figure:
@@ -144,7 +145,7 @@ def order_figure(history: History, title: str = "Order of switching on") -> Figu
     if never:
         end = 1.03 * max(1, int(history.steps[-1]))
         axes.scatter([end] * len(never), never, marker="x", color="0.5", s=16, label=f"{len(never)} never")
-        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), fontsize="small")
+        axes.legend(loc="upper right", bbox_to_anchor=(1.0, -0.07), fontsize="small")
     axes.set(
         xlabel="optimizer step",
         ylabel="branch, first to last",
@@ -170,3 +171,6 @@ def stream_figure(history: History, title: str = "Variance of the residual strea
     axes.set(xlabel="branch, first to last", ylabel="Var(stream)", title=title)
     axes.legend()
     return figure
+
+
+DRAWN.update(ratio=activation_figure, gates=gate_figure, order=order_figure, stream=stream_figure)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,16 +16,22 @@ from torch import Tensor
 from lit_resinit.errors import ResInitError
 from lit_resinit.watch.attributions import Attributions
 from lit_resinit.watch.lapses import Lapses
+from lit_resinit.words import Shown
 
 if TYPE_CHECKING:
     import pandas
+    from matplotlib.figure import Figure
 
 QUANTITIES = ("gate", "gate_max", "gate_grad", "var_stream", "var_branch", "variance_ratio", "saliency")
 _ON_RATIO, _LIMIT = 1e-3, 2000
 _OFF, _UNDECIDED, _OPEN = -1, -2, -3  # in place of the step of a branch that has not switched on
 
 
-class History:
+# what draws a history, by name; the room that draws enters its functions here, as nothing is imported from below
+DRAWN: dict[str, Callable[..., Figure]] = {}
+
+
+class History(Shown):
     """Records of a run: optimizer steps by branches, bounded however long the run.
 
     When ``limit`` records are reached, every second one is dropped and the stride doubles; the first and the newest
@@ -200,6 +206,42 @@ class History:
             return torch.full_like(gate, math.nan)
         rows = torch.stack([row[:2] for _, row in self._rows] + [torch.stack([gate, gate_max])])
         return (rows - rows[0]).abs().amax(dim=(0, 1))
+
+    def _title(self) -> str:
+        records = f"{len(self)} record{'' if len(self) == 1 else 's'} of {len(self.branches)} branches"
+        if not len(self):
+            return records
+        first, last = self._rows[0][0], self._rows[-1][0]
+        return f"{records}, steps {first} to {last}, {len(self.order())} switched on"
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        place = {name: str(i + 1) for i, name in enumerate(self.order())}
+        known = ("gate_max", "variance_ratio")
+        newest = [[f"{v:.3g}" for v in self.newest(q).tolist()] for q in known] if len(self) else []
+        rows: list[tuple[str, ...]] = [("branch", "largest |g|", "variance ratio", "on at step", "order")]
+        for i, (name, step) in enumerate(self.switched_on().items()):
+            now = [column[i] for column in newest] or ["-", "-"]
+            rows.append((name, now[0], now[1], "-" if step is None else str(step), place.get(name, "-")))
+        return rows
+
+    def plot(self, what: Literal["ratio", "gates", "order", "stream"] = "ratio", title: str | None = None) -> Figure:
+        """Draw the run with matplotlib.
+
+        Args:
+            what: ``ratio``, a heat map of the variance ratio; ``gates``, how far they opened; ``order``, of switching
+                on; ``stream``, its variance by depth.
+            title: Another title than the usual one.
+
+        Returns:
+            The figure; ``figure.savefig("run.png")`` writes it.
+
+        Raises:
+            ValueError: For another name.
+            ResInitError: If matplotlib is missing, or nothing was recorded.
+        """
+        if what not in DRAWN:
+            raise ValueError(f"Expected argument `what` to be one of {', '.join(sorted(DRAWN))} but got {what!r}")
+        return DRAWN[what](self) if title is None else DRAWN[what](self, title)
 
     def to_pandas(self) -> pandas.DataFrame:
         """A tidy table: one row for each record and branch.
