@@ -220,6 +220,17 @@ def at_zero(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return _measured(_Spelled(func, repr(args), repr(kwargs), args, kwargs))
 
 
+def is_idempotent(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function of one tensor, called as written, changes nothing of what it returned (a ReLU)."""
+    call = _Spelled(func, repr(args), repr(kwargs), args, kwargs)
+    with _disable_current_modes(), torch.no_grad():
+        try:
+            once = call(torch.linspace(-8.0, 8.0, 65)).clone()
+            return torch.equal(call(once.clone()), once)
+        except Exception:  # an operation that cannot be called so
+            return False
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Spelled:
     """A call by how it is written, for its arguments need not be hashable."""

@@ -203,8 +203,8 @@ class _Values:
 
 
 def _verdict(branch: Branch, measured: float | None, origin: str | None, values: _Values) -> BranchIdentity:
-    def row(status: Literal["closed", "open"], **more: Any) -> BranchIdentity:
-        return BranchIdentity(branch.name, status, deviation=measured or 0.0, source=branch.source, **more)
+    def row(status: Literal["closed", "open"], source: str = branch.source, **more: Any) -> BranchIdentity:
+        return BranchIdentity(branch.name, status, deviation=measured or 0.0, source=source, **more)
 
     cause, culprit = _blame(branch, values)
     if measured is None:
@@ -214,6 +214,9 @@ def _verdict(branch: Branch, measured: float | None, origin: str | None, values:
     changed = _changed_stream(branch, values)
     if changed is not None:
         return row("open", cause="stream changed", culprit=changed)
+    if branch.overwritten_by:
+        writer = branch.overwritten_in or "(root)"
+        return row("open", source=branch.overwritten_at, cause="stream changed", culprit=writer)
     if not math.isfinite(measured):
         return row("open", cause="nonfinite branch", culprit=origin if origin is not None else branch.name)
     if measured == 0.0:
@@ -299,7 +302,8 @@ _NEXT = {
     "bias after scale": "zero that bias with the scale; scheme='auto' closes both",
     "ungated branch": "give the branch a gate: scheme='insert', or a `ScalarGate` at its end",
     "nonfinite branch": "zero times infinity is no zero: bound that operation, or close before it",
-    "stream changed": "leave the skip alone (a factor of one) and scale the branch instead",
+    "stream changed": "leave the skip alone (a factor of one, and no operation that writes into the block's input) and "
+    "scale the branch instead",
 }
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from lit_resinit.find.closing import closing
 from lit_resinit.find.norms import is_normalised
+from lit_resinit.find.overwritten import overwritten_by
 from lit_resinit.find.streams import Addition
 from lit_resinit.find.views import is_weight
 from lit_resinit.graph import ops
@@ -40,6 +41,8 @@ def _branch(
     nearby: list[int | str] = [addition.block, *sorted(addition.interior), *link.between]
     stopped_by, reason = _obstacle(survey, decision)
     skip_input = _input_position(survey, addition.skip, call.inputs)
+    overwritten = overwritten_by(graph, addition, survey.streams)
+    writer = None if overwritten is None else graph.calls[graph.nodes[overwritten].call]
     return Branch(
         name=survey.names[addition.node],
         block=addition.block,
@@ -59,6 +62,9 @@ def _branch(
         graded=call.graded,
         reason=reason,
         culprit="" if stopped_by is None else graph.owner(stopped_by),
+        overwritten_by="" if writer is None else f"{ops.base_name(writer.func)}_",
+        overwritten_in="" if writer is None else writer.owner,
+        overwritten_at="" if writer is None else writer.source,
     )
 
 

@@ -40,6 +40,9 @@ class Branch:
         graded: Whether it ran with gradients, in the trace; a teacher or a target runs without.
         reason: Why the branch has no gate, with the line, when it has none.
         culprit: Module that runs the operation behind ``reason``.
+        overwritten_by: Operation of the block that writes over the stream before the skip is read; empty where none.
+        overwritten_in: The module that runs it.
+        overwritten_at: ``file.py:line`` of it.
     """
 
     __module__ = "lit_resinit"
@@ -62,6 +65,9 @@ class Branch:
     graded: bool = True
     reason: str = ""
     culprit: str = ""
+    overwritten_by: str = ""
+    overwritten_in: str = ""
+    overwritten_at: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -204,6 +210,7 @@ class _Prefixed:
             factor=tuple(n if u is None else self.name(n) for n, u in zip(branch.factor, branch.units, strict=True)),
             norms=self.names(branch.norms),
             culprit=self.name(branch.culprit) if branch.culprit else "",
+            overwritten_in=self.name(branch.overwritten_in) if branch.overwritten_by else "",
         )
 
     def stream(self, stream: Stream) -> Stream:
@@ -258,6 +265,13 @@ def _remarks(plan: ResidualPlan) -> Iterator[str]:
         yield (
             f"{together([b.name for b in without_gates])}: the branch is zero whatever the batch, and a second zero "
             "would keep it so for good; left as it is."
+        )
+    overwritten = [b for b in plan.branches if b.overwritten_by]
+    if overwritten:
+        first = overwritten[0]
+        yield (
+            f"{together([b.name for b in overwritten])}: `{first.overwritten_by}` at {first.overwritten_at} writes "
+            "over the stream, so that the block is not the identity of its input (inplace=False would keep it)."
         )
     if plan.unread:
         yield "unread: no output of the network is computed from that sum; left as it is, and not judged."
