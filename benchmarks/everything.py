@@ -10,7 +10,7 @@ none. Then, where they exist, answers that this package has no part in:
 
 - timm's ``zero_init_last()`` of every block, and torchvision's ``zero_init_residual=True``: the authors' own gates.
 - growth: a network of transformers with 2, 4 and 6 layers gains the same number of branches each time.
-- siblings: of three or more modules of one class in one list, all after the first hold the same number of branches.
+- siblings: of three or more alike modules in one list, all after the first hold the same number of branches.
 - closed: after ``apply_`` every branch contributes exactly nothing, in one real forward (up to 30 million parameters).
 """
 
@@ -219,7 +219,7 @@ def _uneven_siblings(model: nn.Module, plan: ResidualPlan) -> str:
         children = list(module.named_children())
         if not isinstance(module, nn.Sequential | nn.ModuleList) or len(children) < 3:
             continue
-        if len({type(child) for _, child in children}) == 1:
+        if len({(type(child), sum(1 for _ in child.modules())) for _, child in children[1:]}) == 1:
             places = [f"{name}.{n}" if name else n for n, _ in children]
             counts = [sum(is_below(b.block, place) for b in plan.branches) for place in places]
             if len(set(counts[1:])) > 1:

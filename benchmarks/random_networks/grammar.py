@@ -52,7 +52,7 @@ _DEPTH = 2  # of stacks in branches
 ITEMS = ("block", "layer", "loop", "halves", "two streams", "parallel", "earlier", "memory")
 
 # What the package does not get right yet: (name of the choice, value); drawn only with ``everything``.
-OPEN: frozenset[tuple[str, Any]] = frozenset([("value", 0.7)])
+OPEN: frozenset[tuple[str, Any]] = frozenset()
 
 
 class Grammar:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -46,22 +47,25 @@ def check_untrained(branches: Sequence[Branch], parameters: Mapping[str, Tensor]
 
 
 def _uneven_scalars(branches: Iterable[Branch], parameters: Mapping[str, Tensor]) -> dict[str, str]:
-    """Scales of one element with another value in every block, and their branches.
+    """Scales of one element with another value in every block of one kind, and their branches.
 
-    Each alone is constant, trained or not. Values that only fall or only rise over the blocks are an initialisation.
+    Each alone is constant, trained or not. Blocks are of one kind where one line adds their branches. Values that only
+    fall or only rise over the blocks are an initialisation, and so are values each of which several blocks share.
     """
-    alike: dict[str, dict[str, str]] = {}
+    alike: dict[tuple[str, str], dict[str, str]] = {}
     for branch in branches:
         for gate in branch.gates:
             scalar = parameters[gate.parameter] if gate.kind == "scale" and gate.index is None else None
             if scalar is not None and scalar.numel() == 1 and not scalar.is_meta:
-                alike.setdefault(without_numbers(gate.parameter), {})[gate.parameter] = branch.name
+                kind = branch.address.line, without_numbers(gate.parameter)
+                alike.setdefault(kind, {})[gate.parameter] = branch.name
     found: dict[str, str] = {}
     for names in alike.values():
         values = torch.stack([parameters[n].detach().float().reshape(()).cpu() for n in names])
         steps = values.diff()
         by_depth = len(values) >= _BY_DEPTH and bool((steps >= 0).all() or (steps <= 0).all())
-        if _spread(values) > _CONSTANT and not by_depth:
+        shared = min(Counter(values.tolist()).values()) > 1
+        if _spread(values) > _CONSTANT and not by_depth and not shared:
             found |= names
     return found
 

@@ -117,6 +117,37 @@ def test_equal_scalars_and_scalars_by_depth_are_an_initialisation(values: tuple[
     assert not any(b.scale.item() for b in model)
 
 
+class Convolved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.scale = mlp(), nn.Parameter(torch.full((1,), 0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.f(x)
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        lambda: [Scaled(value=1.0), Convolved()],
+        lambda: [Scaled(value=1.0), Convolved(), Scaled(value=1.0)],
+        lambda: [Scaled(value=v) for v in (1.0, 0.7, 1.0, 0.7)],
+    ],
+)
+def test_scalars_that_differ_between_kinds_of_block_are_an_initialisation(
+    blocks: Callable[[], list[nn.Module]],
+) -> None:
+    model = nn.Sequential(*blocks())
+    plan = make_plan(model, X)
+    assert check_identity(apply_(model, plan), plan, X).ok
+
+
+def test_scalars_of_one_kind_of_block_are_compared_among_themselves() -> None:
+    model = nn.Sequential(Scaled(value=0.31), Convolved(), Scaled(value=0.28), Convolved())
+    with pytest.raises(TrainedWeightsError, match=r"0\.scale with value 0\.31, another in every block and 1 more"):
+        apply_(model, make_plan(model, X))
+
+
 def test_include_picks_the_new_branches_of_a_trained_network() -> None:
     model = trained(lambda: stack(NormLast), "0.norm.weight")
     plan = make_plan(model, X, include="1")
