@@ -47,9 +47,9 @@ def _torchvision_inputs(name: str, family: str) -> tuple[Any, ...]:
     if family.startswith("optical_flow"):
         return torch.randn(1, 3, 128, 128), torch.randn(1, 3, 128, 128)
     if family.startswith("video"):
-        size = 224 if "mvit" in family else 112
+        size = 112 if "resnet" in family else 224
         return (torch.randn(1, 3, 16, size, size),)
-    size = 224 if "vit" in name or "inception" in name or "googlenet" in name else 96
+    size = 299 if "inception" in name else 224 if "vit" in name or "googlenet" in name else 96
     return (torch.randn(2, 3, size, size),)
 
 
