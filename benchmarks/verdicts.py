@@ -187,6 +187,15 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
+LATE = "late: a zero head, or data, decide"
+REFUSED = "refused at set-up: no branch is left"  # said, so no miss
+DECIDED_BY_DATA = (  # another batch might let something through, and a number in the code may be on a schedule
+    "masked_fill_everything",
+    "mask_stream_is_zero",
+    "zero_constant",
+)
+
+
 class Broken(nn.Module):
     """Runs one operation of the list."""
 
@@ -353,21 +362,16 @@ def misjudged(spec: Spec) -> list[tuple[str, str]]:
             wrong.append(("false alarm" if alarm else "called asleep, learns", said))
         elif first == "zero" and name in true.ever and alarm:
             wrong.append(("false alarm", said))
-        elif (
-            first == "zero"
-            and name not in true.ever
-            and not true.broken_off
-            and not alarm
-            and not _harmless(gate, report)
-        ):
+        elif first == "zero" and name not in true.ever and not true.broken_off and not alarm and not _harmless(gate):
             wrong.append((_late(spec) if gate.status == "asleep" else "missed at step 1", said))
-    wrong += _wrong_line(spec, report, true)
-    return wrong + _at_patience(spec, true)
+    wrong += _wrong_line(spec, report, true, "wrong line")
+    return wrong + _up_to_patience(spec, true)
 
 
 def _late(spec: Spec) -> str:
-    """A zero head sends no error at all, so that the next steps have to decide."""
-    return "late, with a zero head" if spec.zero_head or spec.dark else "missed at step 1, called asleep"
+    """Where a zero head sends no error at all, or data decide, one step says nothing: the next ones do."""
+    decided_later = spec.zero_head or spec.dark or spec.operation in DECIDED_BY_DATA
+    return LATE if decided_later else "missed at step 1, called asleep"
 
 
 def _harmless(gate) -> bool:
@@ -375,7 +379,7 @@ def _harmless(gate) -> bool:
     return gate.role == "bias" and gate.status == "alive"
 
 
-def _wrong_line(spec: Spec, report, true: Truth) -> list[tuple[str, str]]:
+def _wrong_line(spec: Spec, report, true: Truth, kind: str) -> list[tuple[str, str]]:
     """The first alarm has to stand at the operation, where without it there is none."""
     if report.ok:
         return []
@@ -388,7 +392,7 @@ def _wrong_line(spec: Spec, report, true: Truth) -> list[tuple[str, str]]:
         return []
     file, _, line = first.source.rpartition(":")
     good = file.endswith("verdicts.py") and line.isdigit() and int(line) in lines | _hook_lines()
-    return [] if good else [("wrong line", f"{first.parameter} {first.status}: {first.cause} {first.source}")]
+    return [] if good else [(kind, f"{first.parameter} {first.status}: {first.cause} {first.source}")]
 
 
 def _hook_lines() -> set[int]:
@@ -396,7 +400,7 @@ def _hook_lines() -> set[int]:
     return {line for _, _, line in code.co_lines() if line}
 
 
-def _at_patience(spec: Spec, true: Truth) -> list[tuple[str, str]]:
+def _up_to_patience(spec: Spec, true: Truth) -> list[tuple[str, str]]:
     """A training of some steps: what is dead has to have been said, and nothing else."""
     from lit_resinit import make_plan
     from lit_resinit.judge.trial import Trial
@@ -406,6 +410,7 @@ def _at_patience(spec: Spec, true: Truth) -> list[tuple[str, str]]:
     plan = make_plan(copy.deepcopy(model), x, scheme="observe")
     optimizer, trial = torch.optim.Adam(model.parameters(), lr=0.01), Trial(model, plan, PATIENCE, fresh=False)
     alarms: dict[str, str] = {}
+    wrong: list[tuple[str, str]] = []
     for _ in range(PATIENCE + 2):
         optimizer.zero_grad()
         trial.before_forward(x)
@@ -415,23 +420,44 @@ def _at_patience(spec: Spec, true: Truth) -> list[tuple[str, str]]:
         trial.before_step(optimizer)
         optimizer.step()
         trial.end_batch()
+        if trial.gradients is not None and trial.gradients.alarms and not alarms:
+            wrong += _wrong_line(spec, trial.gradients, true, "wrong line up to patience")
         for gate in trial.gradients.alarms if trial.gradients is not None else ():
             alarms.setdefault(gate.parameter, f"{gate.parameter} {gate.status}: {gate.cause} {gate.source}")
+        wrong += _untrue_now(model, trial)
         x, y = next(batches)
     trial.close()
     names = set(trial.gradients.gates)
     bias = {n for n, g in trial.gradients.gates.items() if g.role == "bias"}
     bad = {n for n, s in true.first.items() if s == "nonfinite"}
     dead = bad if true.broken_off else names - bias - true.ever
-    wrong = [("missed at patience", n) for n in sorted(dead & names) if n not in alarms]
+    wrong += [("missed at patience", n) for n in sorted(dead & names) if n not in alarms]
     return wrong + [("false alarm at patience", said) for n, said in alarms.items() if n in true.ever - bad]
 
 
+def _untrue_now(model: nn.Module, trial) -> list[tuple[str, str]]:
+    """A gate that is asleep or dead has no gradient at the step at which it is said, beyond rounding."""
+    from lit_resinit.judge.trial import Phase
+
+    if trial.gradients is None or trial.phase not in (Phase.ASLEEP, Phase.LAST):
+        return []
+    sizes = {n: p.grad.abs().max().item() for n, p in model.named_parameters() if p.grad is not None}
+    limit = 1e-5 * max((s for s in sizes.values() if math.isfinite(s)), default=0.0)
+    asleep = (g for g in trial.gradients.gates.values() if g.status == "asleep")
+    return [
+        ("asleep, with a gradient", f"{g.parameter}: {g.cause}") for g in asleep if sizes.get(g.parameter, 0.0) > limit
+    ]
+
+
 def _judge(spec: Spec) -> tuple[Spec, list[tuple[str, str]]]:
+    from lit_resinit import NoBranchError
+
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     try:
         return spec, misjudged(spec)
+    except NoBranchError as problem:
+        return spec, [(REFUSED, str(problem))]
     except Exception as problem:  # of the package, of whatever kind
         return spec, [("crash", f"{type(problem).__name__}: {problem}")]
 
@@ -450,7 +476,7 @@ def main() -> None:
     networks = 0
     with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
         for spec, wrong in pool.imap_unordered(_judge, specs, chunksize=4):
-            networks += bool({kind for kind, _ in wrong} - {"late, with a zero head"})
+            networks += bool({kind for kind, _ in wrong} - {LATE, REFUSED})
             for kind in {kind for kind, _ in wrong}:
                 kinds[kind][spec.operation] += 1
             if options.verbose and wrong:

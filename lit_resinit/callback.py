@@ -35,6 +35,7 @@ from lit_resinit.trainer.setups import may_come_later, refuse_copies, refuse_sha
 from lit_resinit.trainer.steps import accumulates, agreement, is_due, will_skip, will_unfreeze
 from lit_resinit.watch.gates import gate_statistics
 from lit_resinit.watch.history import History
+from lit_resinit.watch.lapses import gated
 from lit_resinit.watch.usefulness import Agreement, agreements, measure_usefulness
 from lit_resinit.watch.watching import Watching
 
@@ -367,8 +368,9 @@ class ResidualInit(Callback):
         moved, records = self.history.movement(now[0], now[1]), len(self.history)
         judged, steps = self.gradient_report, trainer.global_step
         still = still_gates(trainer.optimizers, pl_module, plan, moved, judged, steps, records)
-        if still:
-            warn(still)
+        lost = self.history.lapses.at_end(steps, now[0], gated(plan))
+        for text in filter(None, (still, lost)):
+            warn(text)
         if self._run_report is not None:
             self._run_report.draw(self.history)
 

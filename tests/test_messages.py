@@ -80,8 +80,8 @@ def test_gradient() -> None:
     assert message(seen.gradients.raise_if_dead) == (
         "RI301: judged the gradients of 1 gates, biases and zero layers; expected each to learn, found 1 that cannot:\n"
         "- 0.scale (branch 0): dead: an operation between the gate and the end of the branch turns the error into "
-        "zero: `relu` has slope zero at zero, at test_messages.py:#. Next: make that factor nonzero at the start, or "
-        "put the gate behind it."
+        "zero: `relu` has slope zero at zero, at test_messages.py:#. Next: multiply by 0.scale behind "
+        "that operation, as the last factor of what is added to the stream."
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import math
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ class Kind:
     zero: Zero = Zero.ASK
 
 
+_PROBED = 1_000_000  # elements of a tensor that a function is tried with at most
 _NOTHING = Does(0)
 _FUNCTION = Kind(_NOTHING)
 _MOVES = Does.MOVES | Does.STRAIGHT
@@ -228,6 +230,49 @@ def is_idempotent(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
             once = call(torch.linspace(-8.0, 8.0, 65)).clone()
             return torch.equal(call(once.clone()), once)
         except Exception:  # an operation that cannot be called so
+            return False
+
+
+def is_always_zero(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, ...]) -> bool:
+    """Whether a function of one tensor is zero whatever it gets, as a clamp to nothing or an empty triangle is.
+
+    Args:
+        func: The operation.
+        args: Its arguments, every tensor replaced by None.
+        kwargs: Its keyword arguments, without tensors.
+        shape: The tensor's shape.
+    """
+    call, size = _Spelled(func, repr(args), repr(kwargs), args, kwargs), math.prod(shape)
+    if size > _PROBED:
+        return False
+    with _disable_current_modes(), torch.no_grad():
+        x = torch.linspace(-1e3, 1e3, max(1, size), dtype=torch.float64)[:size].view(shape)
+        try:
+            return size > 0 and not call(x).any()
+        except Exception:  # it wants other arguments
+            return False
+
+
+def has_no_slope(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function that acts on each element alone has slope zero everywhere, as rounding has.
+
+    Args:
+        func: The operation.
+        args: Its arguments, every tensor replaced by None.
+        kwargs: Its keyword arguments, without tensors.
+    """
+    return _is_flat(_Spelled(func, repr(args), repr(kwargs), args, kwargs))
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_flat(call: _Spelled) -> bool:
+    with _disable_current_modes(), torch.enable_grad():
+        near, far = torch.linspace(-3.0, 3.0, 61), torch.logspace(-6, 6, 25)
+        x = torch.cat([near, far, -far]).double().requires_grad_()
+        try:
+            y = call(x)
+            return y.shape == x.shape and y.requires_grad and not torch.autograd.grad(y.sum(), x)[0].any()
+        except Exception:  # it wants other arguments, or knows no gradient
             return False
 
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from lit_resinit.graph import ops
+from lit_resinit.graph.faults import Faults
 from lit_resinit.graph.lower import lower
 from lit_resinit.graph.memory import Memory
 from lit_resinit.graph.tensors import is_not_forward, measuring
@@ -73,6 +74,8 @@ class Recorder(TorchDispatchMode):
         listeners: Who hears of every operation, in this order.
         strange_is_data: Whether a tensor that is no parameter, no buffer and was not made here counts as data too.
         before_write: Called with every tensor that an operation is about to write, also of those not written down.
+        faults: What becomes of an exception of ours; it passes on when None. From the first one kept on nothing is
+            written down.
     """
 
     def __init__(
@@ -88,9 +91,11 @@ class Recorder(TorchDispatchMode):
         listeners: Sequence[Listener] = (),
         strange_is_data: bool = False,
         before_write: Callable[[Tensor], None] | None = None,
+        faults: Faults | None = None,
     ) -> None:
         super().__init__()
         self._before_write = before_write
+        self.faults = Faults(strict=True) if faults is None else faults
         self._strange_is_data = strange_is_data
         self._only, self.listeners = only, list(listeners)
         self._lot = lot
@@ -134,14 +139,19 @@ class Recorder(TorchDispatchMode):
             self._announce(self._before_write, func, args, kwargs)
         if is_not_forward(func) or (self._only is not None and ops.base_name(func) not in self._only):
             return func(*args, **kwargs)
-        call = self.begin(func, args, kwargs)
-        for listener in self.listeners:
-            listener.before(call, args, kwargs)
-        out = func(*args, **kwargs)
-        with measuring():
-            self._finish(call, func, args, kwargs, out)
+        if self.faults.first is not None:
+            return func(*args, **kwargs)
+        call = None
+        with self.faults:
+            call = self.begin(func, args, kwargs)
             for listener in self.listeners:
-                listener.after(call, args, kwargs, out)
+                listener.before(call, args, kwargs)
+        out = func(*args, **kwargs)
+        if call is not None and self.faults.first is None:
+            with self.faults, measuring():
+                self._finish(call, func, args, kwargs, out)
+                for listener in self.listeners:
+                    listener.after(call, args, kwargs, out)
         return out
 
     @staticmethod

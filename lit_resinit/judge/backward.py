@@ -41,7 +41,7 @@ class Errors(Listener):
     """
 
     def __init__(self, model: nn.Module, recorder: Recorder) -> None:
-        self.recorder = recorder
+        self.recorder, self.faults = recorder, recorder.faults
         self.written: dict[tuple[int, int | str], str] = {}
         self.applied: dict[int, str] = {}
         self.python: dict[int, str] = {}
@@ -78,7 +78,8 @@ class Errors(Listener):
 
     def after(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """The outputs have their autograd function only later."""
-        self.applied[len(self.recorder.graph.calls) - 1] = _applied_at()
+        if not call.graded:
+            self.applied[len(self.recorder.graph.calls) - 1] = _applied_at()
         self._fresh = _tensors(out)
 
     def run_again(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, call: Call) -> None:
@@ -116,11 +117,12 @@ class Errors(Listener):
 
     def _on_python(self, function: int, grad_outputs: Any) -> None:
         """The backward of a function written in Python begins, which may run a forward (activation checkpointing)."""
-        if torch.is_grad_enabled():  # every backward is recorded for a second one, and no forward is meant
-            return
-        if not self._windows:
-            self._eager.enter_context(eager())
-        self._windows[function] = _Window(self)
+        if self.faults.first is not None or torch.is_grad_enabled():
+            return  # in the second case every backward is recorded for a second one, and no forward is meant
+        with self.faults:
+            if not self._windows:
+                self._eager.enter_context(eager())
+            self._windows[function] = _Window(self)
 
     def _on_backward(self, function: Any, call: int, grad_inputs: Any, grad_outputs: Any) -> None:
         window = self._windows.pop(id(function), None)
@@ -132,9 +134,10 @@ class Errors(Listener):
                 self.python[call] = type(function).__name__.removesuffix("Backward")
             if window.reached:  # the operations inside have sent these errors already
                 grad_inputs = ()
-        with measuring():
-            self._note_arriving(function, call, grad_outputs)
-            self._note_sent(function, call, grad_inputs, window)
+        if self.faults.first is None:
+            with self.faults, measuring():
+                self._note_arriving(function, call, grad_outputs)
+                self._note_sent(function, call, grad_inputs, window)
 
     def _note_arriving(self, function: Any, call: int, grad_outputs: Any) -> None:
         arriving = [p for p in (peak_of(g) for g in grad_outputs if g is not None) if p is not None]
@@ -244,7 +247,7 @@ class HookedParameters:
     """What the user's hooks on parameters make of their gradients, which no operation knows of."""
 
     def __init__(self, errors: Errors) -> None:
-        self._push, self._keep = errors.push, errors.keep
+        self._push, self._keep, self._faults = errors.push, errors.keep, errors.faults
         self._hooked: dict[str, tuple[Tensor, int, str]] = {}
         self.sizes: dict[str, Tensor | None] = {}  # before an optimizer in the backward moves them
         self._sums: dict[str, Tensor] = {}
@@ -266,7 +269,7 @@ class HookedParameters:
             self._sums[name] = self._sums[name] + part if name in self._sums else part.clone()
 
     def _note_kept(self, name: str, grads: tuple[Tensor | None, ...]) -> None:
-        with measuring():
+        with self._faults, measuring():
             kept = [p for g in grads if g is not None and (p := peak_of(g)) is not None]
             sent = peak_of(self._sums.pop(name)) if name in self._sums else None
             self._kept += [(name, self._push(sent if sent is not None else k), self._push(k)) for k in kept]
@@ -300,22 +303,27 @@ class _Window(TorchDispatchMode):
         self._errors, self._task = errors, torch._C._current_graph_task_id()
         self.reached = self.runs_again = False
         self._made: dict[int, tuple[Tensor, str]] = {}
+        linking = _Linking(errors)
         torch._C._push_on_torch_dispatch_stack(self)
-        torch._C._push_on_torch_function_stack(_Linking(errors))
+        torch._C._push_on_torch_function_stack(linking)
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         ours = isinstance(func, OpOverload) and func.namespace != "prim"
-        if not ours or torch._C._current_graph_task_id() != self._task:
+        faults = self._errors.faults
+        if not ours or faults.first is not None or torch._C._current_graph_task_id() != self._task:
             return func(*args, **kwargs)
-        call = self._errors.recorder.begin(func, args, kwargs)
-        self._errors.before(call, args, kwargs)
+        call = None
+        with faults:
+            call = self._errors.recorder.begin(func, args, kwargs)
+            self._errors.before(call, args, kwargs)
         out = func(*args, **kwargs)
-        with measuring():
-            self._errors.run_again(func, args, kwargs, out, call)
-            self._note_makers(func, args, kwargs, out, call.source)
+        if call is not None and faults.first is None:
+            with faults, measuring():
+                self._errors.run_again(func, args, kwargs, out, call)
+                self._note_makers(func, args, kwargs, out, call.source)
         return out
 
     def _note_makers(
@@ -353,7 +361,9 @@ class _Linking(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        self._errors.link_fresh()
+        if self._errors.faults.first is None:
+            with self._errors.faults:
+                self._errors.link_fresh()
         return out
 
 

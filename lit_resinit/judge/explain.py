@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 from lit_resinit.find.zeros import stays_zero, zero_sources
 from lit_resinit.graph import ops
 from lit_resinit.graph.ops import Does
 from lit_resinit.graph.values import Graph, Node
+
+_BUFFER = "<buffer "
+_FIXED = ("<constant>", _BUFFER)  # what neither training, data, draws nor counters change
 
 
 class Explained:
@@ -16,12 +20,14 @@ class Explained:
     Args:
         graph: The recorded forward.
         values: Largest absolute value of every node.
+        counters: Names of buffers that the step itself has written or replaced.
     """
 
-    def __init__(self, graph: Graph, values: dict[int, float]) -> None:
+    def __init__(self, graph: Graph, values: dict[int, float], counters: Collection[str] = ()) -> None:
         self.graph, self.values = graph, values
         self._explained: dict[int, frozenset[str]] = {}
-        self._counters = _written_buffers(graph)
+        written = {n.index for n in graph.nodes if n.op == "buffer" and n.name in counters}
+        self._counters = _written_buffers(graph) | written
         self._zero: list[bool] = []
         self._moves: list[bool] = []  # whether a value that is not zero depends on data, draws or counters
         for node in graph.nodes:
@@ -54,6 +60,15 @@ class Explained:
             seen.update(bad)
         return min(makers, default=None)
 
+    def place_of_zero(self, node: int) -> int | None:
+        """The operation that makes a value zero of values that are not all zero, seen back from it."""
+        while True:
+            current = self.graph.nodes[node]
+            before = [i for i in current.inputs if self.graph.nodes[i].data]
+            if current.call < 0 or not before or not all(self._zero[i] for i in before):
+                return current.call if current.call >= 0 else None
+            node = before[0]
+
     def _is_nan(self, node: int) -> bool:
         value = self.value(node)
         return value is not None and math.isnan(value)
@@ -63,7 +78,10 @@ class Explained:
         return any(self.value(i) == 0.0 for i in self.graph.calls[call].inputs)
 
     def explain(self, node: int) -> frozenset[str]:
-        """The parameters behind a value that is zero, or fixed by zeros; ``<data>`` and the like where none is."""
+        """The parameters behind a value that is zero, or fixed by zeros; ``<data>`` and the like where none is.
+
+        Constants and buffers are named only where there is nothing else.
+        """
         if node in self._explained:
             return self._explained[node]
         found: set[str] = set()
@@ -76,14 +94,28 @@ class Explained:
                 continue
             causes = self._causes(current)
             if not causes:
-                found.add("<data>" if current.data else "<constant>")
+                found.add("<data>" if current.data and not self._is_always_zero(current) else "<constant>")
             fresh = [i for i in causes if i not in seen]
             seen.update(fresh)
             stack += fresh
-        if len(found) > 1:
-            found.discard("<constant>")
-        self._explained[node] = frozenset(found)
+        moving = {word for word in found if not word.startswith(_FIXED)}
+        self._explained[node] = frozenset(moving or found)
         return self._explained[node]
+
+    def is_fixed(self, node: int) -> bool:
+        """Whether a value that is zero is so because of constants and buffers alone."""
+        return all(word.startswith(_FIXED) for word in self.explain(node))
+
+    def buffers_behind(self, node: int) -> list[str]:
+        """The buffers because of which a value is zero, where no parameter, data, draw or counter is behind it."""
+        return sorted(w.removeprefix(_BUFFER)[:-1] for w in self.explain(node) if w.startswith(_BUFFER))
+
+    def _is_always_zero(self, node: Node) -> bool:
+        """Whether an operation is zero whatever data it gets."""
+        call = self.graph.calls[node.call] if node.call >= 0 else None
+        if call is None or len(call.inputs) != 1 or ops.written_arguments(call.func):
+            return False
+        return ops.is_always_zero(call.func, call.args, call.kwargs, self.graph.nodes[call.inputs[0]].shape)
 
     def _leaf_word(self, node: Node) -> str:
         if node.op == "parameter":
@@ -92,6 +124,8 @@ class Explained:
             return "<counter>"
         if node.op == "input" or node.noise or (node.op == "scale" and node.number == 0):
             return "<data>"
+        if node.op == "buffer":
+            return f"{_BUFFER}{node.name}>"
         return "" if node.inputs else "<constant>"
 
     def _causes(self, node: Node) -> list[int]:

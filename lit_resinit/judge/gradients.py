@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import math
 import statistics
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,9 +18,10 @@ from lit_resinit.graph.tensors import is_sharded, whole
 from lit_resinit.graph.where import clean_name
 from lit_resinit.judge.flow import Flow
 from lit_resinit.judge.seen import BY_BATCH, Reason
+from lit_resinit.judge.shut import hidden_gates, shut_branches
 from lit_resinit.judge.sizes import frozen_branches, gradient_sizes, steps_in_backward
-from lit_resinit.judge.verdicts import GateGradient, GradientReport, Status
-from lit_resinit.plan.values import ResidualPlan, check_plan
+from lit_resinit.judge.verdicts import GateGradient, GradientReport, Role, Status, harmless
+from lit_resinit.plan.values import CONSTANT_SCHEMES, ResidualPlan, check_plan
 from lit_resinit.words import together
 
 EXPLODING = 1e6  # times the median over gates
@@ -28,13 +29,24 @@ STEEP = 1e5  # slope above which the first step of any usual size throws the gat
 SLOW = 1e-3  # slope below which a start is slow
 _SMALLEST = float(torch.finfo(torch.float32).tiny)  # below it a gradient has lost its digits and says nothing of size
 _LET_PASS = "let that hook pass the gradient on as it is, or remove it"
+_DIVIDE = (
+    "divide by something that is never zero, `v / torch.where(norm > 0, norm, 1.0)`, with no other `where` around it "
+    "(a constant in place of the quotient has no slope); or "
+)
 _TRUE_GRADIENT = "return the true gradient there"
-_BY_BATCH_WORDS = {
-    "underflow": "the error is too small for half precision, which rounds it to zero: scale the loss (a GradScaler), "
-    "or use bfloat16",
-    "data": "this batch sent it no error (masked, dropped or cut off)",
-    "balance": "in this batch the terms of its error cancel",
-    "counter": "a buffer that the forward itself writes is zero in this step",
+_LET_BATCHES = "let some batch reach it within `patience` steps, or raise `patience` where such batches are rare"
+_BY_BATCH_WORDS: dict[str, tuple[str, str]] = {  # why it sleeps, and what to do if it does not wake
+    "underflow": (
+        "the error is too small for half precision, which rounds it to zero: scale the loss (a GradScaler), "
+        "or use bfloat16",
+        "scale the loss (a GradScaler), or use bfloat16",
+    ),
+    "data": ("this batch sent it no error (masked, dropped or cut off)", _LET_BATCHES),
+    "balance": ("in this batch the terms of its error cancel", _LET_BATCHES),
+    "counter": (
+        "a buffer that the forward itself writes is zero in this step",
+        "let that buffer leave zero within `patience` steps, or raise `patience`",
+    ),
 }
 
 
@@ -45,7 +57,7 @@ _Verdict = Callable[..., "GateGradient"]
 class _Judged:
     name: str
     branch: str
-    role: Literal["gate", "bias", "zero layer"]
+    role: Role
     gate: str
 
 
@@ -91,6 +103,13 @@ def check_gradients(model: nn.Module, plan: ResidualPlan, flow: Flow | None = No
     return _Judge(model, plan, flow).report()
 
 
+def judge_layers(model: nn.Module, plan: ResidualPlan, flow: Flow, names: Collection[str]) -> list[GateGradient]:
+    """Verdicts on other parameters without a gradient, except where the terms of it cancel, as a rule of calculus."""
+    judge = _Judge(model, plan, flow)
+    apart = [n for n in names if all(r.kind != "cancel" for r in flow.reasons_of(n, flow.edges.get(n, [])))]
+    return [judge.verdict(_Judged(name, "", "layer", name)) for name in sorted(apart)]
+
+
 class _Judge:
     """All verdicts of one step: each asks the same step, and in the end they are compared with one another."""
 
@@ -103,20 +122,26 @@ class _Judge:
         self.sizes = gradient_sizes(self.parameters)
         if flow is not None:
             self.sizes |= {n: h.kept for n, h in flow.seen.hooked.items() if h.used}
+        if flow is not None and plan.scheme not in CONSTANT_SCHEMES:
+            known = {j.name for j in self.judged}
+            hidden = [_Judged(n, b, "gate", n) for b, n in hidden_gates(plan, flow) if n not in known]
+            self.judged += list({j.name: j for j in hidden}.values())
         self.moving = self._moving() if flow is not None else set()
 
     def report(self) -> GradientReport:
-        verdicts = {j.name: self._verdict(j) for j in self.judged}
+        verdicts = {j.name: self.verdict(j) for j in self.judged}
         self._mark_exploding(verdicts)
         self._mark_origin(verdicts)
         for judged in self.judged:
             verdict, gate = verdicts[judged.name], verdicts[judged.gate]
             if judged.role == "bias" and gate.status == "alive" and verdict.status == "dead":
-                note = f"its own gradient vanishes ({verdict.cause}), which does no harm while {judged.gate} is alive"
-                verdicts[judged.name] = dataclasses.replace(verdict, status="alive", cause=note)
+                verdicts[judged.name] = harmless(verdict, judged.gate)
+        if self.flow is not None:
+            verdicts |= {v.parameter: v for v in shut_branches(self.plan, self.flow, self._frozen)}
         return GradientReport(verdicts)
 
-    def _verdict(self, judged: _Judged) -> GateGradient:
+    def verdict(self, judged: _Judged) -> GateGradient:
+        """The verdict on one parameter."""
         size = self.sizes.get(judged.name)
         parameter = self.parameters.get(judged.name)
 
@@ -145,7 +170,7 @@ class _Judge:
     def _without_gradient(self, judged: _Judged, parameter: nn.Parameter, verdict: _Verdict) -> GateGradient:
         if not parameter.requires_grad and self._is_open(judged.gate):
             return verdict("alive", "it is frozen, and open: its branch takes part as it is")
-        if judged.branch in self._frozen:
+        if judged.branch and judged.branch in self._frozen:
             return verdict("asleep", "its whole block is frozen, and waits to be unfrozen or copied into")
         if not parameter.requires_grad:
             opener = self._open_beside(judged)
@@ -157,12 +182,11 @@ class _Judge:
         reader = self.flow.reader(judged.name) if self.flow is not None else 0
         if reader is None:
             return verdict("asleep", "this batch did not run its branch")
-        source = self.flow.graph.calls[reader].source if self.flow is not None else ""
-        why = (
-            "it was read in the forward, but no gradient came back: its output is detached, unused by the loss, or "
-            "computed without gradients (activation checkpointing with use_reentrant=True on an input that needs none)"
-        )
-        return verdict("missing", why, source=source)
+        if self.flow is None:
+            return verdict("missing", "no gradient came back: use `observe` to see where it was cut off")
+        place, how = self.flow.links.cut(self.flow.leaves[judged.name])
+        why = f"it was read in the forward, but no gradient came back: {how}"
+        return verdict("missing", why, source=self.flow.graph.calls[reader if place is None else place].source)
 
     @functools.cached_property
     def _frozen(self) -> set[str]:
@@ -192,11 +216,12 @@ class _Judge:
         if self.flow is None:
             other = next((n for n in self._zero_and_alive() if n != judged.name), None)
             if other is not None:
-                return verdict("asleep", f"no error arrives while {other} is zero, and {other} learns", waits_for=other)
+                cause = f"no error arrives while {other} is zero, and {other} learns"
+                return verdict("asleep", cause, waits_for=other, remedy=_move(other))
             return verdict("dead", "its gradient is exactly zero, and no zero parameter that learns explains it")
         reasons = self.flow.reasons_of(judged.name, edges)
         if not reasons:
-            return verdict("asleep", "this batch sent it no error")
+            return verdict("asleep", "this batch sent it no error", remedy=_LET_BATCHES)
         dropped = any(r.kind == "chance" for r in reasons)
         for reason in reasons:
             others = sorted(reason.parameters - {judged.name})
@@ -204,17 +229,17 @@ class _Judge:
             if mover is not None:
                 what = "is zero" if self._is_all_zero(mover) else "stands where it lets none through"
                 cause = f"no error arrives while {mover} {what}, and {self._how_it_moves(mover)}"
-                return verdict("asleep", cause, waits_for=mover, by_chance=dropped)
+                return verdict("asleep", cause, waits_for=mover, by_chance=dropped, remedy=_move(mover))
         if dropped:
-            return verdict("asleep", "a random draw dropped its branch", by_chance=True)
-        by_batch = next((_BY_BATCH_WORDS[r.kind] for r in reasons if r.kind in _BY_BATCH_WORDS), "")
+            return verdict("asleep", "a random draw dropped its branch", by_chance=True, remedy=_LET_BATCHES)
+        by_batch = next((r.kind for r in reasons if r.kind in _BY_BATCH_WORDS), "")
         if by_batch:
-            return verdict("asleep", by_batch)
+            cause, remedy = _BY_BATCH_WORDS[by_batch]
+            first = min((r for r in reasons if r.kind == by_batch), key=lambda r: r.call)
+            return verdict("asleep", cause, remedy=remedy, source=self.flow.seen.source(first.place))
         reason = min(reasons, key=lambda r: r.call)
-        remedy = {"hook": _LET_PASS, "written": _TRUE_GRADIENT}.get(reason.kind, "")
-        return verdict(
-            "dead", self._broken_link(judged, reason), source=self.flow.seen.source(reason.call), remedy=remedy
-        )
+        cause, remedy = self._broken_link(judged, reason), self._cure(judged, reason)
+        return verdict("dead", cause, source=self.flow.seen.source(reason.place), remedy=remedy)
 
     def _is_all_zero(self, name: str) -> bool:
         return holds(whole(self.parameters[name]), 0.0)
@@ -269,10 +294,11 @@ class _Judge:
         end = self.flow.seen.additions.get(judged.branch, -1)
         others = sorted(reason.parameters - {judged.name})
         frozen = [n for n in others if n in self.flow.seen.frozen]
-        point = "zero" if self.flow.links.explained.reads_zero(reason.call) else "its input"
+        flat = ops.has_no_slope(call.func, call.args, call.kwargs)
+        point = "everywhere" if flat else f"at {self._point(reason)}"
         why = {
             "factor": f"`{op}` multiplies by zero",
-            "slope": f"`{op}` has slope zero at {point}",
+            "slope": f"`{op}` has slope zero {point}",
             "cancel": f"the terms of `{op}` cancel, so the true gradient is zero and this one is rounding noise",
             "unreached": "the loss does not use it",
             "hook": f"a hook on the output of `{op}` replaces it",
@@ -280,18 +306,56 @@ class _Judge:
         if reason.kind == "written":
             line = next(line for (call, _), line in self.flow.seen.written.items() if call == reason.call)
             why = f"{self.flow.seen.spelled(reason.call)} returns a zero that no error went into (made at {line})"
-        if frozen:
+        if reason.fixed_by:
+            why += f", because {together(sorted(reason.fixed_by))} is a buffer of zeros"
+        elif frozen:
             why += f", because {together(frozen)} is zero and frozen"
         elif judged.gate in reason.parameters and reason.kind == "factor":
             why += f", a value computed from the zero output of {judged.gate} itself"
         elif others and not (reason.kind == "slope" and judged.name in reason.parameters):  # else they are summands
             zero = "zero too and " if all(map(self._is_all_zero, others)) else ""
             why += f", because of {together(others)}, {zero}without a gradient"
+        it = "it" if judged.role == "layer" else "the gate"
         if reason.call == reader and reason.kind == "factor":
-            return f"the input of the gate is zero: {why}"
+            return f"the input of {it} is zero: {why}"
         if end >= 0 and reason.call > end:
             return f"no error arrives at the block: {why}"
+        if judged.role == "layer":
+            return f"an operation behind it turns the error into zero: {why}"
         return f"an operation between the gate and the end of the branch turns the error into zero: {why}"
+
+    def _cure(self, judged: _Judged, reason: Reason) -> str:
+        """What to do about a broken link, followed to the letter."""
+        assert self.flow is not None
+        others = sorted(reason.parameters - {judged.name})
+        frozen = [n for n in others if n in self.flow.seen.frozen]
+        end = self.flow.seen.additions.get(judged.branch, -1)
+        if reason.kind in ("hook", "written"):
+            return _LET_PASS if reason.kind == "hook" else _TRUE_GRADIENT
+        if frozen:
+            return f"unfreeze {together(frozen)}, or give it other values than zero"
+        if reason.fixed_by:
+            return f"give {together(sorted(reason.fixed_by))} other values than zero, or make it a parameter"
+        if reason.kind == "factor" and others and judged.gate not in reason.parameters:
+            return f"initialise {together(others)} as any other layer, not at zero: one zero in a row is enough"
+        if reason.kind == "unreached":
+            return "let what the block returns take part in the loss, or exclude its branch"
+        if end >= 0 and reason.call > end:
+            return "let that operation pass an error on, for it is behind the block and stops what all of it learns"
+        return self._close_behind(judged.gate)
+
+    def _close_behind(self, gate: str) -> str:
+        """The edit that closes a branch behind the operation that stops the error of its gate."""
+        if any(g.parameter == gate and g.kind in ("scale", "inserted") for g in self.plan.gates):
+            return f"multiply by {gate} behind that operation, as the last factor of what is added to the stream"
+        return (
+            f"start {gate} as any other layer, not at zero, and close the branch behind that operation: "
+            "`self.gate = lit_resinit.ScalarGate()` in `__init__`, `x + self.gate(branch)` in `forward`"
+        )
+
+    def _point(self, reason: Reason) -> str:
+        assert self.flow is not None
+        return "zero" if self.flow.links.explained.reads_zero(reason.call) else "its input"
 
     # ---------------------------------------------------------------- nonfinite and exploding
 
@@ -319,6 +383,8 @@ class _Judge:
                 f"{op} turns a finite error into NaN or inf: guard the argument of the operation, not its result "
                 "(its unselected branch still runs backward), or keep away from the point where it has no slope"
             )
+            divides = ops.base_name(self.flow.graph.calls[place].func) in ("div", "div_", "true_divide", "reciprocal")
+            remedy = remedy or (_DIVIDE if divides else "") + self._close_behind(judged.gate)
         return verdict("nonfinite", cause, source=self.flow.seen.source(place), remedy=remedy)
 
     def _mark_origin(self, verdicts: dict[str, GateGradient]) -> None:
@@ -385,3 +451,7 @@ class _Judge:
 
 def _from_behind(op: str) -> str:
     return f"NaN or inf from {op} after its block, where the error was still finite"
+
+
+def _move(mover: str) -> str:
+    return f"see that an optimizer moves {mover} (in a parameter group, at a rate above zero), or raise `patience`"

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from lit_resinit.errors import IdentityError
+from lit_resinit.errors import IdentityError, TrainedWeightsError
 from lit_resinit.find.constant import closed_off
 from lit_resinit.find.gates import holds
 from lit_resinit.graph import ops
 from lit_resinit.graph.eager import eager
+from lit_resinit.graph.faults import Faults
 from lit_resinit.graph.keep import keep_rng, keep_state, no_collection
 from lit_resinit.graph.ops import Does
 from lit_resinit.graph.record import Recorder
@@ -24,6 +25,7 @@ from lit_resinit.graph.tensors import local, measuring, whole
 from lit_resinit.graph.values import Graph
 from lit_resinit.graph.where import clean_name
 from lit_resinit.judge.compare import AtAdditions, Comparison, Peaks, Reader
+from lit_resinit.plan.evidence import check_untrained
 from lit_resinit.plan.make import as_arguments
 from lit_resinit.plan.values import CONSTANT_SCHEMES, Branch, ResidualPlan, check_plan
 from lit_resinit.words import together, without_numbers
@@ -74,11 +76,14 @@ class IdentityReport:
 
     ``silenced`` names the outputs of the network that the closed gates make the same for every batch: a network behind
     learned queries, for one, is told of its input by its branches alone. :func:`check_identity` looks for them.
+    ``constant`` is whether a constant scales the branches; ``trained`` names a parameter that looks trained, where
+    branches are open that nothing was to close.
     """
 
     branches: tuple[BranchIdentity, ...]
     stacks: tuple[StackIdentity, ...]
     constant: bool = False
+    trained: str = ""
     silenced: tuple[str, ...] = ()
 
     @property
@@ -115,6 +120,7 @@ class IdentityProbe:
             operation can be named; else only what the verdicts need is: additions, and what rescales a stream.
         readers: Who else measures at the additions.
         before_write: Called with every tensor that an operation is about to write.
+        faults: What becomes of an exception of ours; it passes on when None.
     """
 
     def __init__(
@@ -126,14 +132,19 @@ class IdentityProbe:
         values: bool,
         readers: Sequence[Reader] = (),
         before_write: Callable[[Tensor], None] | None = None,
+        faults: Faults | None = None,
     ) -> None:
         self.plan, self.comparison, self.peaks = plan, Comparison(plan), Peaks()
         self.additions = AtAdditions(plan, (self.comparison, *readers))
         listeners = [self.additions, self.peaks] if values else [self.additions]
         only = None if values else self.additions.kinds | ops.named(Does.NORMALISES | Does.REDUCES)
-        self.recorder = Recorder(
-            model, inputs, only=only, listeners=listeners, strange_is_data=values, before_write=before_write
-        )
+        heard: dict[str, Any] = {
+            "only": only,
+            "listeners": listeners,
+            "before_write": before_write,
+            "faults": faults,
+        }
+        self.recorder = Recorder(model, inputs, strange_is_data=values, **heard)
         named = model.named_parameters(remove_duplicate=False)
         self.parameters: dict[str, Tensor] = {clean_name(n): p for n, p in named}
 
@@ -158,7 +169,18 @@ class IdentityProbe:
             origin = self._first_nonfinite() if broken else None
             values = _Values(self.parameters)
             rows = tuple(_verdict(b, measured.get(b.name), origin, values) for b in self.plan.active)
-        return IdentityReport(rows, self._stacks(stacks), self.plan.scheme in CONSTANT_SCHEMES)
+        constant, trained = self.plan.scheme in CONSTANT_SCHEMES, self._trained({r.name for r in rows if r.cause})
+        return IdentityReport(rows, self._stacks(stacks), constant, trained)
+
+    def _trained(self, opened: set[str]) -> str:
+        """A parameter that looks trained, of the open branches of a network that is only observed."""
+        if self.plan.scheme != "observe":
+            return ""
+        try:
+            check_untrained([b for b in self.plan.active if b.name in opened], self.parameters)
+        except TrainedWeightsError as error:
+            return next(iter(error.report)) if isinstance(error.report, dict) else ""
+        return ""
 
     def _gather_parameters(self) -> None:
         """Sharded parameters that the verdicts need, as a whole; every rank has to come here."""
@@ -346,6 +368,10 @@ _NEXT = {
 }
 
 
+_CLOSES = ("unzeroed scale", "bias after scale", "ungated branch")  # whose remedy closes the branch
+_LEAVE_OPEN = "leave it open and pass identity='ignore': closing it would destroy what it has learned"
+
+
 def describe(report: IdentityReport) -> str:
     """The report as a message: the first of each kind by name, the others counted."""
     if report.constant:
@@ -376,7 +402,10 @@ def describe(report: IdentityReport) -> str:
             names = first.name if len(rows) == 1 else f"{first.name} and what comes after it ({len(rows)} in all)"
         where = f", at {first.source}" if first.source else ""
         size = f", deviation {first.deviation:.3g}"
-        lines.append(f"- {names}: {cause}, culprit {first.culprit}{size}{where}. Next: {_NEXT[cause]}.")
+        next_ = _LEAVE_OPEN if report.trained and cause in _CLOSES else _NEXT[cause]
+        lines.append(f"- {names}: {cause}, culprit {first.culprit}{size}{where}. Next: {next_}.")
+    if report.trained:
+        lines.append(f"This network looks trained ({report.trained} is no longer as it was initialised).")
     lines.append("To watch an open network as it is, pass identity='ignore' or exclude those branches.")
     return "\n".join(lines)
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 from lit_resinit.graph import ops
 from lit_resinit.graph.ops import Does
 from lit_resinit.judge.explain import Explained
 from lit_resinit.judge.seen import BY_BATCH, Reason, ReasonKind, Seen
 
+_WITHOUT = (
+    "it is computed without gradients (`no_grad`, or activation checkpointing with use_reentrant=True on an input that "
+    "needs none)"
+)
 _HALF_STEP = 2.0**-24  # the smallest number of float16 above zero
 
 
@@ -19,7 +25,7 @@ class Links:
 
     def __init__(self, seen: Seen) -> None:
         self.seen, self.graph, self.arriving = seen, seen.graph, seen.arriving
-        self.explained = Explained(seen.graph, seen.values)
+        self.explained = Explained(seen.graph, seen.values, seen.counters)
         self._spelled: dict[int, list[int]] = {}
         for node in seen.graph.nodes:
             if node.call >= 0:
@@ -30,9 +36,40 @@ class Links:
         record = self.graph.calls[call]
         operands = [i for i in record.inputs if self._is_shown(i, target, inside=call in self.seen.python)]
         reasons = [self._local_reason(call, target, operand) for operand in operands]
-        if (call, target) in self.seen.written and self.arriving.get(call) and all(r.kind in BY_BATCH for r in reasons):
+        guessed = all(r.kind in (*BY_BATCH, "slope") for r in reasons)
+        if (call, target) in self.seen.written and self.arriving.get(call) and guessed:
             return [Reason("written", call)]
         return reasons or [Reason("data", call)]
+
+    def cut(self, leaf: int) -> tuple[int | None, str]:
+        """Where the way from a parameter to the loss is cut off for gradients, and by what, in words.
+
+        Of several such places the one that runs last, for what is cut off there is not cut off before.
+        """
+        waiting, seen, found = [leaf], {leaf}, []
+        while waiting:
+            node = waiting.pop()
+            if node in self._detached:
+                found.append((self._detached[node], "what it computes is detached"))
+                continue
+            for reader in self._readers[node]:
+                call = self.graph.nodes[reader].call
+                if not self.graph.calls[call].graded:
+                    found.append((call, _WITHOUT if node == leaf else "what reads it runs without gradients"))
+                elif reader not in seen:
+                    seen.add(reader)
+                    waiting.append(reader)
+        return max(found, default=(None, "the loss does not use what it computes"))
+
+    @functools.cached_property
+    def _detached(self) -> dict[int, int]:
+        """The last operation that detaches a value, which makes no value of its own."""
+        calls = enumerate(self.graph.calls)
+        return {c.inputs[0]: i for i, c in calls if ops.base_name(c.func) in ("detach", "detach_") and c.inputs}
+
+    @functools.cached_property
+    def _readers(self) -> list[list[int]]:
+        return self.graph.consumers()
 
     def _local_reason(self, call: int, target: int | str, operand: int) -> Reason:
         partners, node = self._partners(call, operand), self.graph.nodes[operand]
@@ -46,17 +83,23 @@ class Links:
         inputs = [self.graph.nodes[i] for i in self.graph.calls[call].inputs]
         if node.learned and not partners and not any(n.data or n.noise for n in inputs):
             return self._reason("slope", call, [operand])  # whatever the batch is
+        record = self.graph.calls[call]
+        if len(record.inputs) == 1 and ops.has_no_slope(record.func, record.args, record.kwargs):
+            return Reason("slope", call)
         return Reason("data", call)
 
     def _reason(self, kind: ReasonKind, call: int, values: list[int]) -> Reason:
         """A reason by values that are what they are because of parameters, data, draws or counters."""
         names = frozenset[str]().union(*(self.explained.explain(v) for v in values))
-        parameters = frozenset(n for n in names if not n.startswith("<"))
+        parameters, factor = frozenset(n for n in names if not n.startswith("<")), kind == "factor"
         if not parameters and "<counter>" in names:
             kind = "counter"
         elif not parameters and "<data>" in names:
             kind = "chance" if any(self.graph.nodes[v].noise for v in values) and kind == "factor" else "data"
-        return Reason(kind, call, parameters)
+        if not factor or parameters:
+            return Reason(kind, call, parameters)
+        buffers = frozenset(n for v in values for n in self.explained.buffers_behind(v))
+        return Reason(kind, call, fixed_by=buffers, made_at=self.explained.place_of_zero(values[0]))
 
     def _fixed_conditions(self, call: int, operand: int) -> list[int]:
         """Conditions that keep everything of an operand out, and do not depend on data."""

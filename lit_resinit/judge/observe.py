@@ -5,22 +5,30 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from lit_resinit.errors import warn
 from lit_resinit.graph.eager import eager
+from lit_resinit.graph.faults import Faults, in_words
+from lit_resinit.judge.behind import layers_inside
 from lit_resinit.judge.compare import Reader
-from lit_resinit.judge.gradients import check_gradients
+from lit_resinit.judge.gradients import check_gradients, judge_layers
 from lit_resinit.judge.identity import IdentityReport
 from lit_resinit.judge.probe import GradientProbe
-from lit_resinit.judge.verdicts import GradientReport
+from lit_resinit.judge.verdicts import GateGradient, GradientReport
 from lit_resinit.plan.values import ResidualPlan, check_plan
+
+_WHAT = "judging the observed step"
 
 
 class Observation:
-    """What :func:`observe` saw: ``identity`` once the forward is done, ``gradients`` after the block."""
+    """What :func:`observe` saw: ``identity`` once the forward is done, ``gradients`` after the block.
+
+    An exception of ours is kept in ``faults``, and from then on nothing is observed.
+    """
 
     def __init__(self, model: nn.Module, plan: ResidualPlan, inputs: Any = (), readers: Sequence[Reader] = ()) -> None:
         self._model, self._plan, self._inputs, self._readers = model, plan, inputs, readers
@@ -28,12 +36,17 @@ class Observation:
         self._exit = contextlib.ExitStack()
         self._identity: IdentityReport | None = None
         self._gradients: GradientReport | None = None
+        self.inside: dict[str, str] = {}  # see `layers_inside`
+        self.layers: list[GateGradient] = []  # the verdicts on those that were asked for
+        self.faults = Faults()
         self.graph: list[Any] = []  # see `Errors.release`
 
     @property
     def identity(self) -> IdentityReport:
         """Verdicts on the branches as the observed forward ran them."""
         if self._identity is None:
+            if self.faults.first is not None:
+                raise RuntimeError(in_words(self.faults.first, _WHAT)) from self.faults.first
             if self._probe is None:
                 raise RuntimeError("Expected an observed forward but none ran inside `with observe(...)`")
             self._identity = self._probe.identity()
@@ -43,19 +56,22 @@ class Observation:
     def gradients(self) -> GradientReport:
         """Verdicts on the gates after the observed backward."""
         if self._gradients is None:
+            if self.faults.first is not None:
+                raise RuntimeError(in_words(self.faults.first, _WHAT)) from self.faults.first
             raise RuntimeError("Expected a finished `with observe(...)` block around one forward and backward")
         return self._gradients
 
     @property
     def saw_backward(self) -> bool:
-        """Whether a backward pass ran yet."""
-        return self._probe is not None and self._probe.saw_backward
+        """Whether a backward pass ran yet, as far as that is still known."""
+        return self.faults.first is not None or (self._probe is not None and self._probe.saw_backward)
 
     def start(self) -> None:
         """Begin to observe."""
-        self._probe = GradientProbe(self._model, self._plan, self._inputs, self._readers)
-        self._exit.enter_context(eager())
-        self._exit.enter_context(self._probe)
+        with self.faults:
+            self._probe = GradientProbe(self._model, self._plan, self._inputs, self._readers, self.faults)
+            self._exit.enter_context(eager())
+            self._exit.enter_context(self._probe)
 
     def stop(self) -> None:
         """Stop recording operations; the hooks on the autograd graph stay until :meth:`finish`."""
@@ -63,27 +79,32 @@ class Observation:
             self._probe.close_windows()
         self._exit.close()
 
-    def finish(self) -> None:
-        """Judge what was seen, and let go of everything that was held for it."""
+    def finish(self, layers: Collection[str] = ()) -> None:
+        """Judge what was seen, and these layers besides, and let go of everything that was held for it."""
         self.stop()
-        if self._probe is not None:
-            _ = self.identity
-            flow = self._probe.flow()
-            report = check_gradients(self._model, self._plan, flow)
-            reached = any(isinstance(target, str) for target in flow.edges)  # a parameter of this model
-            self._gradients = report if reached else _without_backward(report)
+        if self._probe is not None and self.faults.first is None:
+            with self.faults:
+                _ = self.identity
+                flow = self._probe.flow()
+                report = check_gradients(self._model, self._plan, flow)
+                reached = any(isinstance(target, str) for target in flow.edges)  # a parameter of this model
+                self._gradients = report if reached else _without_backward(report)
+                self.inside = layers_inside(self._plan, flow)
+                self.layers = judge_layers(self._model, self._plan, flow, layers) if reached and layers else []
         self.close()
 
     def link(self, loss: Tensor) -> None:
         """Let the backward of ``loss`` itself be seen too."""
-        if self._probe is not None:
-            self._probe.link(loss)
+        if self._probe is not None and self.faults.first is None:
+            with self.faults:
+                self._probe.link(loss)
 
     def close(self) -> None:
         """Leave no hook, mode or tensor behind."""
         self.stop()
         if self._probe is not None:
-            self.graph = self._probe.release()
+            with self.faults:
+                self.graph = self._probe.release()
             self._probe = None
 
 
@@ -144,3 +165,5 @@ def observe(model: nn.Module, plan: ResidualPlan, inputs: Any = ()) -> Iterator[
         seen.finish()
     finally:
         seen.close()
+    if seen.faults.first is not None:
+        warn(in_words(seen.faults.first, _WHAT))

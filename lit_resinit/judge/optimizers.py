@@ -40,7 +40,7 @@ def held_names(optimizer: Any, model: nn.Module) -> set[str]:
 
 def has_rate(optimizer: Any) -> bool:
     """Whether its step moves anything: a warm-up may begin at a learning rate of zero."""
-    return any(group["lr"] != 0 for group in optimizer.param_groups)
+    return any(group.get("lr", 1.0) != 0 for group in optimizer.param_groups)
 
 
 def has_finite_gradients(optimizer: Any) -> bool:
@@ -106,7 +106,7 @@ def not_moved(optimizer: Any, model: nn.Module, plan: ResidualPlan, alive: set[s
 
 def _resting(optimizer: Any, model: nn.Module, plan: ResidualPlan, alive: set[str]) -> list[str]:
     """Gates and zero layers among ``alive`` that this optimizer holds, with a rate above zero, and that are closed."""
-    stepped = {id(p) for group in optimizer.param_groups if group["lr"] != 0 for p in group["params"]}
+    stepped = {id(p) for group in optimizer.param_groups if group.get("lr", 1.0) != 0 for p in group["params"]}
     closing = {g.parameter: g for g in plan.gates} | dict.fromkeys(plan.zero_layers)
     gaps: dict[str, Tensor] = {}  # of a sharded one the part that is here: the rank that has it warns
     for name, parameter in ((clean_name(n), p) for n, p in model.named_parameters()):
@@ -158,7 +158,7 @@ def _settings(optimizers: Sequence[Any], model: nn.Module) -> dict[str, str]:
     """Learning rate, weight decay and dtype of every parameter in an optimizer, by name."""
     held = _groups(optimizers)
     return {
-        clean_name(n): f"learning rate {float(held[id(p)]['lr']):g}, weight decay "
+        clean_name(n): f"learning rate {float(held[id(p)].get('lr', math.nan)):g}, weight decay "
         f"{held[id(p)].get('weight_decay', 0):g}, {str(p.dtype).removeprefix('torch.')}"
         for n, p in model.named_parameters()
         if id(p) in held

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lit_resinit.graph.faults import Faults
 from lit_resinit.graph.tensors import measuring, peak_of, to_host
+from lit_resinit.graph.where import clean_name
 from lit_resinit.judge.backward import Errors
 from lit_resinit.judge.compare import Reader
 from lit_resinit.judge.flow import Flow
@@ -21,10 +23,19 @@ from lit_resinit.plan.values import ResidualPlan
 class GradientProbe:
     """Context manager around one forward: additions compared, values measured, and the backward's errors hooked."""
 
-    def __init__(self, model: nn.Module, plan: ResidualPlan, inputs: Any = (), readers: Sequence[Reader] = ()) -> None:
-        self._forward = IdentityProbe(model, plan, inputs, values=True, readers=readers)
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: ResidualPlan,
+        inputs: Any = (),
+        readers: Sequence[Reader] = (),
+        faults: Faults | None = None,
+    ) -> None:
+        self._forward = IdentityProbe(model, plan, inputs, values=True, readers=readers, faults=faults)
         self._errors = Errors(model, self._forward.recorder)
         self._forward.recorder.listeners.insert(0, self._errors)
+        self._model = model
+        self._buffers = {clean_name(n): (b, _version(b)) for n, b in model.named_buffers()}
 
     def __enter__(self) -> GradientProbe:
         self._forward.__enter__()
@@ -65,8 +76,15 @@ class GradientProbe:
                     errors.applied,
                     seen.full,
                     seen.halved,
+                    self._changed_buffers(),
                 )
             )
+
+    def _changed_buffers(self) -> frozenset[str]:
+        """Buffers that were written, or replaced, since the step began, as counters and averages are."""
+        now = {clean_name(n): b for n, b in self._model.named_buffers()}
+        before = self._buffers.items()
+        return frozenset(n for n, (b, version) in before if now.get(n) is not b or _version(b) != version)
 
     def _values(self) -> dict[int, float]:
         """Largest absolute value of every node, parameters included."""
@@ -86,3 +104,7 @@ class GradientProbe:
         self._forward.recorder.forget()
         self._forward.comparison.forget()
         return functions
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version

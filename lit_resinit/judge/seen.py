@@ -30,11 +30,20 @@ class Reason:
     ``chance``: a random draw; ``counter``: a buffer that the forward itself writes; ``underflow``: the error is smaller
     than what half precision can hold; ``unreached``: the operation's output is not used by the loss; ``hook``: a hook
     on its output replaced the error; ``written``: a backward written in Python returns a zero that no error went into.
+    ``fixed_by`` are buffers of zeros because of which a factor is zero for good, and ``made_at`` is the operation that
+    makes such a factor zero.
     """
 
     kind: ReasonKind
     call: int
     parameters: frozenset[str] = frozenset()
+    fixed_by: frozenset[str] = frozenset()
+    made_at: int | None = None
+
+    @property
+    def place(self) -> int:
+        """The operation to blame."""
+        return self.call if self.made_at is None else self.made_at
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,6 +83,7 @@ class Seen:
             that applies it, where that is known.
         full: Operations whose every element an error arrived at.
         halved: Operation and what it sent an error in float16 to.
+        counters: Buffers that the step itself has written or replaced.
     """
 
     graph: Graph
@@ -89,6 +99,7 @@ class Seen:
     applied: dict[int, str]
     full: frozenset[int] = frozenset()
     halved: frozenset[tuple[int, int | str]] = frozenset()
+    counters: frozenset[str] = frozenset()
 
     def spelled(self, call: int) -> str:
         """What went backwards, in words."""

@@ -10,19 +10,22 @@ import dataclasses
 import enum
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lit_resinit.errors import GradientError, IdentityError, ResInitError, warn
+from lit_resinit.graph.faults import Faults, in_words
 from lit_resinit.graph.where import clean_name
+from lit_resinit.judge.behind import in_words as layers_in_words
+from lit_resinit.judge.behind import silent_layers
 from lit_resinit.judge.compare import Reader
 from lit_resinit.judge.gradients import SLOW
 from lit_resinit.judge.identity import IdentityReport
 from lit_resinit.judge.observe import Observation
 from lit_resinit.judge.optimizers import STEPS_TO_MOVE, has_rate, not_moved
-from lit_resinit.judge.verdicts import GradientReport
+from lit_resinit.judge.verdicts import GateGradient, GradientReport
 from lit_resinit.judge.waking import Waking, until_stepped, until_unfrozen
 from lit_resinit.plan.values import ResidualPlan
 from lit_resinit.words import together
@@ -30,6 +33,8 @@ from lit_resinit.words import together
 # Steps that a gradient scaler may skip before its overflow counts as ours: torch's own starts at 2^16 and halves, so
 # that twenty are enough for any network whose gradients are finite at all.
 SCALER_WAIT = 50
+Measured = TypeVar("Measured")
+AGAIN = 8  # steps observed after the first verdict at most: a branch that hardly ever runs is not to slow a training
 
 
 class Phase(enum.Enum):
@@ -40,6 +45,7 @@ class Phase(enum.Enum):
     BACKWARD = "a forward was observed, its gradients are not judged yet"
     JUDGED = "the gradients were judged, and the optimizer step of that verdict comes next"
     ASLEEP = "some gate sleeps, on this rank or another: every real step is one more look"
+    LAST = "the next real step is observed like the first: patience ends with it, or a layer has no gradient"
     AWAKE = "nothing is waited for"
 
 
@@ -98,8 +104,9 @@ class Trial:
 
     The first batch with a loss is observed, its branches compared with their skips, and the gradients of its backward
     judged. Gates that sleep are looked at again at every optimizer step that really happens, until they wake or
-    ``patience`` is used up. A gradient scaler that skips steps, and gates whose own optimizer is still to step, are
-    waited for. Two real steps after the verdict, what has a gradient has to have moved.
+    ``patience`` is used up; the step that would use it up is observed as the first one was. A gradient scaler that
+    skips steps, and gates whose own optimizer is still to step, are waited for. Two real steps after the verdict, what
+    has a gradient has to have moved.
 
     In a loop of your own either :meth:`step` around forward and backward, or, where more is known, the four calls of
     which it is made. From then on a call costs nothing.
@@ -152,7 +159,15 @@ class Trial:
         self._waking: Waking | None = None
         self._slept: dict[str, int] = {}  # before the run was resumed
         self._waited = 0  # steps that a scaler skipped
+        self._again = 0  # steps observed after the first verdict
         self._steps = 0  # real ones since the verdict
+        self._alive: set[str] = set()
+        self._said: set[str] = set()  # parameters of alarms
+        self._inside: dict[str, str] = {}  # layers of blocks, see `layers_inside`
+        self._layers: list[GateGradient] = []  # verdicts on these
+        self._silent: set[str] = set()  # those without a gradient although their gates are open
+        self._faults = Faults()
+        self._told = False  # of a fault
         self._graphs = _Graphs()
 
     @property
@@ -195,10 +210,8 @@ class Trial:
         self._graphs.begin_batch()
         if self.phase is Phase.FORWARD:  # of a batch without a loss
             self.drop()
-        if self.phase is Phase.DUE:
-            self._observation = Observation(self.model, self._plan, batch, readers)
-            self._observation.start()
-            self.phase = Phase.FORWARD
+        if self.phase in (Phase.DUE, Phase.LAST):
+            self._observe(batch, readers)
 
     def after_forward(self, loss: Tensor, *, more: bool = False) -> list[Finding]:
         """The forward is done: every branch has to have contributed exactly nothing.
@@ -207,8 +220,9 @@ class Trial:
             loss: What the backward will start from.
             more: Whether more forwards come before the optimizer's step, which are observed with this one.
         """
-        if self._waking is not None and self._waking.waiting:
-            self._waking.before_backward(self.model, loss)
+        waking = self._waking
+        if waking is not None and waking.waiting:
+            self._safely(lambda: waking.before_backward(self.model, loss), None)
         if self._observation is None or self.phase is not Phase.FORWARD:
             return []
         self._observation.link(loss)
@@ -216,7 +230,7 @@ class Trial:
 
     def after_backward(self) -> list[Finding]:
         """Judge the first gradients, where they are final now: no scaler, and no other optimizer before this one."""
-        return self._judge(None)
+        return [*self._judge(None), *self._fault()]
 
     def before_step(self, optimizer: Any, skipped: bool | None = None, held: set[str] | None = None) -> list[Finding]:
         """Judge the gradients, if that is still due, and look at sleepers again.
@@ -233,7 +247,8 @@ class Trial:
         if skipped is not None and self._agree(skipped) and self._waited < SCALER_WAIT:
             self._wait()
             return findings
-        return [*findings, *self._judge(held), *self._look_again(optimizer, held), *self._not_moved(optimizer)]
+        findings += [*self._judge(held), *self._look_again(optimizer, held), *self._not_moved(optimizer, held)]
+        return [*findings, *self._fault()]
 
     # ---------------------------------------------------------------- between the steps, and at the end
 
@@ -250,7 +265,7 @@ class Trial:
         """Give up what was observed; the next batch is observed instead."""
         if self._observation is not None:
             self._retire()
-            self.phase = Phase.DUE
+            self.phase = Phase.DUE if self._waking is None else Phase.LAST
 
     def stop(self) -> None:
         """Leave no hook or mode behind; a loss that an exception holds may still need its graph."""
@@ -283,6 +298,12 @@ class Trial:
 
     # ---------------------------------------------------------------- what is done in them
 
+    def _observe(self, batch: Any = (), readers: Sequence[Reader] = ()) -> None:
+        self._again += self._waking is not None
+        self._observation = Observation(self.model, self._plan, batch, readers)
+        self._observation.start()
+        self.phase = Phase.FORWARD
+
     def _end_forward(self) -> list[Finding]:
         if self._observation is None or self.phase is not Phase.FORWARD:
             return []
@@ -290,60 +311,138 @@ class Trial:
         self.phase = Phase.BACKWARD
         if not self._proves:
             return []
-        self._proves, self.identity = False, self._observation.identity
-        found = self._agreed("" if self.identity.ok else str(self.identity))
+        self._proves, observation = False, self._observation
+        self.identity = self._safely(lambda: observation.identity, None)
+        open_ = self.identity is not None and not self.identity.ok
+        found = self._agreed(str(self.identity) if open_ else "")
         if found:
             return [Finding("identity", found, IdentityError(found, self.identity))]
-        return _changed_streams(self.identity)
+        return [] if self.identity is None else _changed_streams(self.identity)
 
     def _judge(self, held: set[str] | None) -> list[Finding]:
         """The first verdict; gates other than those ``held`` by this optimizer may have no gradient yet."""
-        if self._observation is None or not self._observation.saw_backward:
+        report = self._observed() if self._waking is None else None
+        if report is None:
             return []
-        self._observation.finish()
-        report = self._observation.gradients
-        self._retire()
         self.phase = Phase.JUDGED
         report = until_unfrozen(report, self.model) if self._unfreezes else report
         report = until_stepped(report, held) if held is not None else report
-        self._waking = Waking(report, self._patience)
+        self._waking = waking = Waking(report, self._patience)
         self._alive = {n for n, g in report.gates.items() if g.status == "alive"}
         if self._slept:  # a run that was resumed: this is one more look at those that slept before
-            report, self._slept = self._waking.resume(self.model, self._slept), {}
+            slept, self._slept = self._slept, {}
+            report = self._safely(lambda: waking.resume(self.model, slept), report)
         self.gradients = report
         return [*self._alarms(), *_sizes(report)]
 
+    def _observed(self) -> GradientReport | None:
+        """The verdicts on the step under observation, where its backward ran."""
+        if self._observation is None or not self._observation.saw_backward:
+            return None
+        self._observation.finish(self._silent)
+        self._inside, self._layers = self._inside or self._observation.inside, self._observation.layers
+        fault = self._observation.faults.first
+        self._faults.note(fault)
+        report = self._observation.gradients if fault is None else GradientReport({})
+        self._retire()
+        return report
+
     def _look_again(self, optimizer: Any, held: set[str] | None) -> list[Finding]:
         """A real step: some gate may have woken, or used up its patience."""
-        if self._waking is None:
+        if self._waking is None or self.phase in (Phase.FORWARD, Phase.AWAKE):
             return []
         found: list[Finding] = []
-        if self.phase is Phase.ASLEEP and has_rate(optimizer):
-            self.gradients = self._waking.step(self.model, held)
-            found = self._alarms()
-        elif self.phase is not Phase.JUDGED:
-            return []
-        self.phase = Phase.ASLEEP if self._agree(self._waking.waiting) else Phase.AWAKE
+        if self.phase is not Phase.JUDGED:
+            if not has_rate(optimizer):
+                self._sleep_on()
+                return []
+            waking, ends = self._waking, self._ends(held)
+            anew = self._observed() if ends or self._silent else None
+            waits = ends and self._again < AGAIN
+            sleeping = GradientReport({}) if self.gradients is None else self.gradients
+            self.gradients = self._safely(lambda: waking.step(self.model, held, anew, waits=waits), sleeping)
+            found = [*self._alarms(), *self._named_layers(anew)]
+        waiting = self._agree(self._waking.waiting and self._faults.first is None)
+        last = self._ends(None) and self._again < AGAIN
+        self._sleep_on()
+        self.phase = (Phase.LAST if last else Phase.ASLEEP) if waiting else Phase.AWAKE
+        if self.phase is Phase.LAST and held is not None:
+            self._observe_after(optimizer)
         return found
 
-    def _not_moved(self, optimizer: Any) -> list[Finding]:
-        """Some steps after the verdict, what has a gradient should have moved."""
+    def _ends(self, held: set[str] | None) -> bool:
+        """Whether one more step uses up the patience with some sleeper, on any rank."""
+        waking = self._waking
+        return self._agree(waking is not None and self._safely(lambda: waking.ends(self.model, held), False))
+
+    def _sleep_on(self) -> None:
+        """What was observed of this step is not needed."""
+        if self._observation is not None:
+            self._retire()
+        self.phase = Phase.ASLEEP
+
+    def _observe_after(self, optimizer: Any) -> None:
+        """Of several optimizers another one may step in the same batch: what leads to that is observed."""
+
+        def begin(*_: Any) -> None:
+            handle.remove()
+            if self.phase is Phase.LAST and self._model() is not None:
+                self._observe()
+
+        handle = optimizer.register_step_post_hook(begin)
+
+    def _not_moved(self, optimizer: Any, held: set[str] | None) -> list[Finding]:
+        """Some steps after the verdict, what has a gradient should have moved, and what it opens should have one."""
         if self._waking is None or self._steps > STEPS_TO_MOVE:
             return []
         ripe = self._steps == STEPS_TO_MOVE and bool(self._alive)
         self._steps += has_rate(optimizer)
-        return _advice(not_moved(optimizer, self.model, self._plan, self._alive)) if ripe else []
+        if not ripe:
+            return []
+        self._find_silent(held)
+        return _advice(self._safely(lambda: not_moved(optimizer, self.model, self._plan, self._alive), ""))
 
     def _alarms(self) -> list[Finding]:
         assert self.gradients is not None
-        found = self._agreed("" if self.gradients.ok else str(self.gradients))
+        fresh = {g.parameter for g in self.gradients.alarms} - self._said
+        self._said |= fresh
+        found = self._agreed(str(self.gradients) if fresh else "")
         return [Finding("gradient", found, GradientError(found, self.gradients))] if found else []
+
+    def _find_silent(self, held: set[str] | None) -> None:
+        """Layers without a gradient although their gates are open: the next step is observed, and says why."""
+        gradients, inside = self.gradients, self._inside
+        if held is not None or gradients is None:  # of several optimizers each moves a part
+            return
+        parameters = {clean_name(n): p for n, p in self.model.named_parameters(remove_duplicate=False)}
+        nothing: set[str] = set()
+        found = self._safely(lambda: silent_layers(parameters, self._plan, inside, gradients), nothing)
+        if self._agree(bool(found)):
+            self._silent, self.phase = found or set(inside), Phase.LAST
+
+    def _named_layers(self, anew: GradientReport | None) -> list[Finding]:
+        if anew is None or not self._silent:
+            return []
+        self._silent = set()
+        return _advice(layers_in_words(self._layers))
+
+    def _safely(self, measure: Callable[[], Measured], otherwise: Measured) -> Measured:
+        """What is measured, or something else where that fails; every rank goes on in step with the others."""
+        with self._faults:
+            return measure()
+        return otherwise
+
+    def _fault(self) -> list[Finding]:
+        """A fault of our own, once."""
+        if self._told or self._faults.first is None:
+            return []
+        self._told = True
+        return _advice(in_words(self._faults.first, "judging the first steps"))
 
     def _wait(self) -> None:
         """A step that a scaler skips says nothing; a verdict that is still due needs another batch."""
-        if self._waking is None:
-            self._waited += 1
-            self.drop()
+        self._waited += self._waking is None
+        self.drop()
 
     def _agreed(self, message: str) -> str:
         """One rank's finding is every rank's, so that all of them raise, or none; "" when none found anything."""

@@ -10,15 +10,16 @@ from lit_resinit.errors import GradientError
 from lit_resinit.words import in_columns, together, without_numbers
 
 Status = Literal["alive", "asleep", "dead", "missing", "nonfinite", "exploding"]
+Role = Literal["gate", "bias", "zero layer", "branch", "layer"]
 ALARMS: tuple[Status, ...] = ("nonfinite", "dead", "missing")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GateGradient:
-    """The verdict on one gate, one bias closed with it, or one zero layer.
+    """The verdict on one gate, one bias closed with it, one zero layer, or one branch without a gate.
 
     Args:
-        parameter: Dotted name.
+        parameter: Dotted name; for a branch without a gate the buffer that keeps it closed, or else the branch.
         status: See :class:`GradientReport`.
         cause: One sentence; empty when alive.
         waits_for: The zero parameter that an asleep gate waits for; None when it waits for other data.
@@ -26,7 +27,8 @@ class GateGradient:
         slope: Size of the error at the gate's output over that at the branch's end; NaN when unknown.
         size: Largest absolute gradient.
         branch: Name of its branch; empty for a zero layer.
-        role: ``gate``, ``bias`` or ``zero layer``.
+        role: ``gate``, ``bias``, ``zero layer`` ``branch`` (one that nothing can open) or ``layer`` (another
+            parameter of a block).
         attenuated_by: The operation that makes a small slope, with its line.
         remedy: What to do next, where that is something else than usual for the status.
         by_chance: Whether a random draw made the gradient zero (a dropped branch), as it may again.
@@ -41,7 +43,7 @@ class GateGradient:
     slope: float = math.nan
     size: float = math.nan
     branch: str = ""
-    role: Literal["gate", "bias", "zero layer"] = "gate"
+    role: Role = "gate"
     attenuated_by: str = ""
     remedy: str = ""
     by_chance: bool = False
@@ -81,7 +83,7 @@ class GradientReport:
                 g.parameter,
                 g.role,
                 g.status,
-                "-" if math.isnan(g.size) else f"{g.size:.3g}",
+                "-" if math.isnan(g.size) else f"{abs(g.size):.3g}",
                 "-" if math.isnan(g.slope) else f"{g.slope:.3g}",
                 f"{g.cause}{f', at {g.source}' if g.source else ''}" or "-",
             )
@@ -97,6 +99,12 @@ class GradientReport:
         """
         if not self.ok:
             raise GradientError(describe(self), self)
+
+
+def harmless(bias: GateGradient, gate: str) -> GateGradient:
+    """The verdict on a bias without a gradient of its own, whose gate has one."""
+    note = f"its own gradient vanishes ({bias.cause}), which does no harm while {gate} is alive"
+    return dataclasses.replace(bias, status="alive", cause=note, source="", waits_for=None)
 
 
 # -------------------------------------------------------------------- words

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from lit_resinit.graph.tensors import local
 from lit_resinit.graph.where import clean_name
 from lit_resinit.judge.sizes import gradient_sizes, steps_in_backward
-from lit_resinit.judge.verdicts import GateGradient, GradientReport
+from lit_resinit.judge.verdicts import GateGradient, GradientReport, Status, harmless
 
+_OBSERVE_THAT = "run a step like that inside `with observe(model, plan)` of a plain loop, which names the operation"
 UNSEEN = 50  # steps without any gradient after which a branch that never ran is missing
 
 
@@ -83,7 +84,7 @@ class Waking:
         """Go on with what gates had slept before a checkpoint; the first report was one more look at them."""
         again = [n for n in self.slept if n in slept]
         self.slept |= {n: slept[n] for n in again}
-        return self._look(model, again)
+        return self._look(model, again, self.report)
 
     def before_backward(self, model: nn.Module, loss: Tensor) -> None:
         """Note which sleepers this loss depends on through empty tensors only, as an expert without tokens."""
@@ -91,12 +92,33 @@ class Waking:
         self._depends |= {names[i] for i in leaves_behind(loss) if i in names}
         self._fed |= {names[i] for i in leaves_behind(loss, through_empty=False) if i in names}
 
-    def step(self, model: nn.Module, held: set[str] | None = None) -> GradientReport:
-        """Judge the sleepers by the gradients of one more real step, which moves those ``held``, or all."""
-        self.steps += 1
-        return self._look(model, [n for n in self.slept if held is None or n in held])
+    def ends(self, model: nn.Module, held: set[str] | None = None) -> bool:
+        """Whether one more real step, which moves those ``held``, or all, uses up the patience with some sleeper."""
+        last = {n for n, slept in self.slept.items() if slept + 1 >= self.patience and (held is None or n in held)}
+        return any(p.requires_grad and clean_name(n) in last for n, p in model.named_parameters())
 
-    def _look(self, model: nn.Module, names: list[str]) -> GradientReport:
+    def step(
+        self,
+        model: nn.Module,
+        held: set[str] | None = None,
+        anew: GradientReport | None = None,
+        *,
+        waits: bool = False,
+    ) -> GradientReport:
+        """Judge the sleepers by the gradients of one more real step.
+
+        Args:
+            model: The model.
+            held: Names of the parameters that the step moves; all when None.
+            anew: The verdicts on this step, where it was observed.
+            waits: Whether a later step will be, so that patience does not end at one that was not.
+        """
+        self.steps += 1
+        return self._look(model, [n for n in self.slept if held is None or n in held], anew, waits)
+
+    def _look(
+        self, model: nn.Module, names: list[str], anew: GradientReport | None = None, waits: bool = False
+    ) -> GradientReport:
         parameters = {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
         sizes = gradient_sizes({n: p for n, p in parameters.items() if n in self.report.gates})
         gates = dict(self.report.gates)
@@ -105,20 +127,22 @@ class Waking:
                 continue
             if not sizes.get(name) and name in parameters and self._moved(name, parameters[name]):
                 self.woke[name] = self.steps
-                gates[name] = dataclasses.replace(gates[name], status="alive", cause="", waits_for=None)
+                gates[name] = _woken(gates[name], gates[name].size)
                 del self.slept[name]
                 continue
             size = None if name in self._depends - self._fed and sizes.get(name) == 0.0 else sizes.get(name)
             dropped = size == 0.0 and gates[name].by_chance
             if (size is None or dropped) and self._may_run_later(name):
                 continue
+            if not size and waits and anew is None and self.slept[name] + 1 >= self.patience:
+                continue
             self.slept[name] += 1
-            verdict = self._verdict(gates[name], size)
+            verdict = self._verdict(gates[name], size, anew.gates.get(name) if anew is not None else None)
             if verdict.status != "asleep":
                 gates[name] = verdict
                 del self.slept[name]
         self._depends, self._fed = set(), set()
-        self.report = GradientReport(gates)
+        self.report = GradientReport({n: _unless_harmless(g, gates) for n, g in gates.items()})
         return self.report
 
     def _moved(self, name: str, parameter: Tensor) -> bool:
@@ -134,17 +158,38 @@ class Waking:
         self.unseen[name] = self.unseen.get(name, 0) + 1
         return self.unseen[name] < UNSEEN
 
-    def _verdict(self, gate: GateGradient, size: float | None) -> GateGradient:
+    def _verdict(self, gate: GateGradient, size: float | None, anew: GateGradient | None) -> GateGradient:
         if size is not None and not math.isfinite(size):
-            return dataclasses.replace(gate, status="nonfinite", size=size, cause="NaN or inf on waking")
+            if anew is not None and anew.status == "nonfinite":
+                return anew
+            cause = f"NaN or inf {self.slept[gate.parameter]} steps after the first one, in which it had no gradient"
+            return dataclasses.replace(gate, status="nonfinite", size=size, cause=cause, remedy=_OBSERVE_THAT)
         if size:
             self.woke[gate.parameter] = self.steps
-            return dataclasses.replace(gate, status="alive", cause="", waits_for=None, size=size)
+            return _woken(gate, size)
         slept = self.slept[gate.parameter]
         if size is None and self.unseen.get(gate.parameter) == UNSEEN:
             cause = f"no gradient came in {UNSEEN} optimizer steps: {gate.cause}"
             return dataclasses.replace(gate, status="missing", cause=cause)
         if slept < self.patience:
             return gate
-        cause = f"it slept through {slept} optimizer steps: {gate.cause}"
-        return dataclasses.replace(gate, status="missing" if size is None else "dead", cause=cause)
+        status: Status = "missing" if size is None else "dead"
+        through = f"it slept through {slept} optimizer steps"
+        if anew is None:
+            return dataclasses.replace(gate, status=status, cause=f"{through}; at the first one {gate.cause}")
+        if anew.status == "asleep":
+            return dataclasses.replace(anew, status=status, cause=f"{through}; at the last one {anew.cause}")
+        return anew if anew.status == "alive" else dataclasses.replace(anew, cause=f"{through}: {anew.cause}")
+
+
+def _woken(gate: GateGradient, size: float) -> GateGradient:
+    return dataclasses.replace(gate, status="alive", cause="", waits_for=None, size=size, source="", remedy="")
+
+
+def _unless_harmless(verdict: GateGradient, gates: dict[str, GateGradient]) -> GateGradient:
+    """A bias that gets nothing beside a gate that does is no alarm."""
+    if verdict.role != "bias" or verdict.status != "dead":
+        return verdict
+    alive = [g.parameter for g in gates.values() if g.branch == verdict.branch and g.role == "gate"]
+    alive = [n for n in alive if gates[n].status == "alive"]
+    return harmless(verdict, alive[0]) if alive else verdict

@@ -20,15 +20,17 @@ from torch import Tensor
 from lit_resinit.errors import ResInitError
 from lit_resinit.judge.identity import IdentityReport
 from lit_resinit.judge.verdicts import ALARMS, GradientReport
-from lit_resinit.plan.values import ResidualPlan
+from lit_resinit.plan.values import CONSTANT_SCHEMES, ResidualPlan
 from lit_resinit.report.files import replace_file
 from lit_resinit.watch.history import History
+from lit_resinit.watch.lapses import Lapse, in_words
 
 _CELLS = 60_000  # of each quantity in the heat map; more than a screen can show
 _ROWS = 1_000  # of the heat map; the table has every branch
 _CURVES = 60  # lines in one figure, beyond which none can be told from its neighbour
 _SHARE, _PAUSE = 0.01, 5.0  # writing takes at most this part of a run, and happens at most every so many seconds
 _FOLLOW = 15  # seconds until a browser looks again
+_CALM = ("alive", "asleep", "exploding")  # statuses that are no trouble
 _COLUMNS = (  # key, heading, whether it is text
     ("depth", "depth", False),
     ("name", "branch", True),
@@ -165,7 +167,7 @@ def page(history: History, about: dict[str, Any] | None = None, state: str = "",
     data = json.dumps(page_data(history, about or about_run(None), state), allow_nan=False, separators=(",", ":"))
     parts = {
         "REFRESH": "" if refresh is None else f'<meta http-equiv="refresh" content="{refresh}">\n',
-        "TITLE": html.escape(f"{len(history.branches)} residual branches switching on"),
+        "TITLE": html.escape(_title(history, about or about_run(None))),
         "STYLE": _part("page.css"),
         "SCRIPT": _part("page.js"),
         "DATA": data.replace("<", "\\u003c"),
@@ -174,6 +176,11 @@ def page(history: History, about: dict[str, Any] | None = None, state: str = "",
     }
     pieces = _part("page.html").split("@@")  # text, name, text, name, ...
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
+
+
+def _title(history: History, about: dict[str, Any]) -> str:
+    lost = len(_lapses(history, about))
+    return f"{len(history.branches)} residual branches switching on{f', {lost} in trouble' if lost else ''}"
 
 
 def write_page(
@@ -268,7 +275,8 @@ def page_data(history: History, about: dict[str, Any], state: str = "") -> dict[
     Returns:
         ``ratio``, ``g`` and ``grad`` are lists ``(rows, steps)``; ``rows`` says which branch a row is.
     """
-    branches = _branches(history, about)
+    lapses = _lapses(history, about)
+    branches = _branches(history, about, lapses)
     rows = _evenly(len(branches), _ROWS)
     records = _evenly(len(history), max(2, min(600, _CELLS // max(1, len(rows)))))
     steps = history.steps
@@ -277,9 +285,9 @@ def page_data(history: History, about: dict[str, Any], state: str = "") -> dict[
     first, last = (history.var_stream[i] if len(history) else torch.zeros(0) for i in (0, -1))
     return {
         "state": state,
-        "tiles": _tiles(history, about, on),
+        "tiles": _tiles(history, branches, about["start"], on),
         "notes": _notes(history, about, on, len(rows), len(records)),
-        "verdicts": [*about["verdicts"].items()],
+        "verdicts": [*about["verdicts"].items(), *_later(lapses, len(branches))],
         "plan": about["plan"],
         "columns": [list(c) for c in _COLUMNS],
         "branches": branches,
@@ -301,7 +309,16 @@ def page_data(history: History, about: dict[str, Any], state: str = "") -> dict[
     }
 
 
-def _branches(history: History, about: dict[str, Any]) -> list[dict[str, Any]]:
+def _lapses(history: History, about: dict[str, Any]) -> dict[str, Lapse]:
+    apart = ("excluded", *CONSTANT_SCHEMES)
+    return history.lapses.found({n for n, b in about["branches"].items() if b["gate"] and b["action"] not in apart})
+
+
+def _later(lapses: dict[str, Lapse], total: int) -> list[tuple[str, str]]:
+    return [("Gates during the training", in_words(lapses.values(), total))] if lapses else []
+
+
+def _branches(history: History, about: dict[str, Any], lapses: dict[str, Lapse]) -> list[dict[str, Any]]:
     order = {name: i + 1 for i, name in enumerate(history.order())}
     on, use = history.switched_on(), about["usefulness"] or {}
     unknown = torch.full((len(history.branches),), math.nan)
@@ -312,6 +329,7 @@ def _branches(history: History, about: dict[str, Any]) -> list[dict[str, Any]]:
             "depth": depth,
             "name": name,
             **about["branches"].get(name, empty),
+            **({"status": str(lapses[name])} if name in lapses else {}),
             "g": g[depth],
             "ratio": ratio[depth],
             "on": on[name],
@@ -322,14 +340,14 @@ def _branches(history: History, about: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _tiles(history: History, about: dict[str, Any], on: int) -> list[list[str]]:
-    statuses = [b["status"] for b in about["branches"].values() if b["status"]]
-    troubled = sum(s in ALARMS for s in statuses)
+def _tiles(history: History, branches: list[dict[str, Any]], start: str, on: int) -> list[list[str]]:
+    statuses = [b["status"] for b in branches if b["status"]]
+    troubled = sum(s not in _CALM for s in statuses)
     asleep = sum(s == "asleep" for s in statuses)
     tiles = [
         ["blocks on", f"{on} / {len(history.branches)}"],
         ["last record, step", str(int(history.steps[-1])) if len(history) else "-"],
-        ["identity at the start", about["start"] or "not judged"],
+        ["identity at the start", start or "not judged"],
     ]
     if statuses:
         verdict = f"{troubled} in trouble" if troubled else f"{asleep} asleep" if asleep else "all learn"

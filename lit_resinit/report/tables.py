@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lit_resinit.plan.values import ResidualPlan
 from lit_resinit.watch.history import History
+from lit_resinit.watch.lapses import Lapse, gated
 
 
 def history_table(
@@ -37,23 +38,34 @@ def history_table(
     if gate_max is None:
         gate_max = history.newest("gate_max") if len(history) else torch.full((len(plan),), math.nan)
     order = {name: str(i + 1) for i, name in enumerate(history.order())}
-    on = history.switched_on()
+    on, lapses = history.switched_on(), history.lapses.found(gated(plan))
     newest = f" by step {int(history.steps[-1])}" if len(history) else ""
     table = Table(
-        title=f"{len(order)} of {len(plan)} residual branches switched on{newest}", caption=_when(history, step)
+        title=f"{len(order)} of {len(plan)} residual branches switched on{newest}{_lapsed(lapses)}",
+        caption=_when(history, step),
     )
-    for name in ("branch", "gate kind", "|g| now", "variance ratio", "on at step", "order"):
-        table.add_column(name, justify="left" if name in ("branch", "gate kind") else "right")
+    names = ("branch", "gate kind", "|g| now", "variance ratio", "on at step", "order", *(("later",) if lapses else ()))
+    for name in names:
+        table.add_column(name, justify="left" if name in ("branch", "gate kind", "later") else "right")
     for position, branch in enumerate(plan.branches):
         if rows // 2 <= position < len(plan) - rows // 2:
             if position == rows // 2:
-                table.add_row(f"... {len(plan) - 2 * (rows // 2)} more", "", "", "", "", "")
+                table.add_row(f"... {len(plan) - 2 * (rows // 2)} more", *[""] * (len(names) - 1))
             continue
         values = (_number(gate_max[position]), _last(history, "variance_ratio", position))
         since = on.get(branch.name)
         kind = "+".join(g.kind for g in branch.gates) or "-"
-        table.add_row(branch.name, kind, *values, "-" if since is None else str(since), order.get(branch.name, "-"))
+        later = [str(lapses.get(branch.name, "-"))] if lapses else []
+        on_at = "-" if since is None else str(since)
+        table.add_row(branch.name, kind, *values, on_at, order.get(branch.name, "-"), *later)
     return table
+
+
+def _lapsed(lapses: dict[str, Lapse]) -> str:
+    """How many gates no longer live, for the title."""
+    kinds = [x.kind for x in lapses.values()]
+    words = {"nonfinite": "not finite", "silent": "without a gradient"}
+    return "".join(f", {kinds.count(kind)} {word}" for kind, word in words.items() if kind in kinds)
 
 
 def _last(history: History, quantity: str, position: int) -> str:

@@ -25,7 +25,7 @@ def gate_statistics(model: nn.Module, plan: ResidualPlan) -> Tensor:
     """
     wanted = {g.parameter for b in plan.branches for g in b.gates}
     named = ((clean_name(n), p) for n, p in model.named_parameters(remove_duplicate=False))
-    gates = {n: (whole(p).detach(), _dense(p.grad)) for n, p in named if n in wanted}
+    gates = {n: (whole(p).detach(), _dense(p.grad if p.requires_grad else None)) for n, p in named if n in wanted}
     with measuring():
         found = _statistics_of(plan, gates)
         device = next((c.device for c in found.values()), torch.device("cpu"))

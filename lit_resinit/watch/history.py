@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lit_resinit.errors import ResInitError
+from lit_resinit.watch.lapses import Lapses
 
 if TYPE_CHECKING:
     import pandas
@@ -45,6 +46,7 @@ class History:
         var_stream: Population variance of the stream entering the addition (squared activation units).
         var_branch: Population variance of the branch's output.
         variance_ratio: ``var_branch / var_stream``.
+        lapses: Gates that lived and no longer do, as :class:`~lit_resinit.watch.lapses.Lapses` counts them.
         saliency: First-order usefulness ``|sum g * dL/dg|``, in units of the loss.
 
     Example:
@@ -70,6 +72,7 @@ class History:
         self._rows: list[tuple[int, Tensor]] = []
         self._stride, self._count = 1, 0
         self._on = torch.full((len(self.branches),), -1, dtype=torch.int64)
+        self.lapses = Lapses(self.branches)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -97,9 +100,10 @@ class History:
         self._see(step, row)
 
     def _see(self, step: int, row: Tensor) -> None:
-        """Note which branches this record shows switched on."""
+        """Note which branches this record shows switched on, and which have lapsed."""
         first = (self._on < 0) & (row[5] >= self.on_ratio)
         self._on[first] = step
+        self.lapses.see(step, row[0], row[2], row[4])
 
     @property
     def steps(self) -> Tensor:
@@ -204,11 +208,10 @@ class History:
         history = cls(branches, float(values.get("on_ratio", _ON_RATIO)), limit)
         history._rows = list(zip(steps, table, strict=True))
         history._stride, history._count = int(values.get("stride", 1)), int(values.get("count", len(steps)))
+        for step, row in history._rows:
+            history._see(step, row)
         if "on" in values:
             history._on[:] = torch.as_tensor(values["on"])
-        else:
-            for step, row in history._rows:
-                history._see(step, row)
         if history._stride < 1 or history._count < len(steps):
             raise ValueError(f"{history._count} records, one of {history._stride} kept")
         return history

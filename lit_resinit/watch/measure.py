@@ -10,6 +10,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_resinit.graph import ops
+from lit_resinit.graph.faults import Faults
 from lit_resinit.graph.tensors import is_not_forward, mean_and_variance, measuring
 from lit_resinit.graph.values import Graph
 from lit_resinit.graph.where import locate, module_names
@@ -70,10 +71,18 @@ class Watcher(TorchDispatchMode):
         model: The model, with the plan applied.
         plan: The plan.
         measured: Where the measurements go; a place of its own when None.
+        faults: What becomes of an exception of ours; it passes on when None. From the first one on nothing is measured.
     """
 
-    def __init__(self, model: nn.Module, plan: ResidualPlan, measured: Measured | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: ResidualPlan,
+        measured: Measured | None = None,
+        faults: Faults | None = None,
+    ) -> None:
         super().__init__()
+        self._faults = Faults(strict=True) if faults is None else faults
         self._names = module_names(model)
         self._measured = Measured(plan) if measured is None else measured
         self._additions = AtAdditions(plan, (self._measured,))
@@ -88,9 +97,13 @@ class Watcher(TorchDispatchMode):
         kwargs = kwargs or {}
         if ops.base_name(func) not in self._additions.kinds or is_not_forward(func):
             return func(*args, **kwargs)
-        self._additions.begin(*locate(self._names, 2), func, args, kwargs)
+        if self._faults.first is None:
+            with self._faults:
+                self._additions.begin(*locate(self._names, 2), func, args, kwargs)
         out = func(*args, **kwargs)
-        self._additions.end(out)
+        if self._faults.first is None:
+            with self._faults:
+                self._additions.end(out)
         return out
 
     def moments(self) -> tuple[Tensor, Tensor, Tensor] | None:

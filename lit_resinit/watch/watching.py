@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -10,11 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from lit_resinit.errors import warn
 from lit_resinit.graph.eager import eager
+from lit_resinit.graph.faults import Faults, in_words
 from lit_resinit.graph.tensors import measuring
 from lit_resinit.plan.values import ResidualPlan
 from lit_resinit.watch.gates import gate_statistics
 from lit_resinit.watch.history import History
+from lit_resinit.watch.lapses import gated
 from lit_resinit.watch.measure import Measured, Watcher
 
 if TYPE_CHECKING:
@@ -39,6 +43,8 @@ class Watching:
         self._moments: Moments | None = None
         self._modes: contextlib.ExitStack | None = None
         self.recorded = False
+        self._faults = Faults()
+        self._told = False  # of a fault
 
     @property
     def measures(self) -> bool:
@@ -54,7 +60,7 @@ class Watching:
             from lit_resinit.watch.moments import Moments  # torchmetrics is slow to import
 
             self._moments = Moments(2 * len(self._plan)).to(next(model.parameters()).device)
-        return (self._measured,)
+        return (self._measured,) if self._faults.first is None else ()
 
     def before_forward(self) -> None:
         """Measure the forward that comes, which nobody else observes, together with those since the last record."""
@@ -62,8 +68,9 @@ class Watching:
         model = self._model()
         if model is not None and self.readers():
             self._modes = contextlib.ExitStack()
-            self._modes.enter_context(eager())
-            self._modes.enter_context(Watcher(model, self._plan, self._measured))
+            with self._faults:
+                self._modes.enter_context(eager())
+                self._modes.enter_context(Watcher(model, self._plan, self._measured, self._faults))
 
     def after_forward(self) -> None:
         """The forward is done: no operation is looked at from here on."""
@@ -77,9 +84,18 @@ class Watching:
         if model is None or self._moments is None or self.recorded:
             return
         self._moments.update(*torch.zeros(3, 2 * len(self._plan), device=self._moments.device))  # where no block ran
-        self.recorded = record(self._history, step, gate_statistics(model, self._plan), self._moments)
+        gates = torch.full((4, len(self._plan)), math.nan)
+        with self._faults:
+            gates = gate_statistics(model, self._plan)
+        with self._faults:  # all ranks come here, whatever was measured on this one
+            self.recorded = record(self._history, step, gates, self._moments)
         if not self.recorded:
             self.end()
+        elif news := self._history.lapses.news(gated(self._plan)):
+            warn(news)
+        if self._faults.first is not None and not self._told:
+            self._told = True
+            warn(in_words(self._faults.first, "recording the branches"))
 
     def end(self) -> None:
         """Forget the numbers of this record: the next one begins."""
@@ -92,9 +108,10 @@ class Watching:
         self.end()
 
     def _collect(self) -> None:
-        found = self._measured.moments()
-        if found is not None and self._moments is not None:
-            self._moments.update(*found)
+        with self._faults:
+            found = self._measured.moments()
+            if found is not None and self._moments is not None and self._faults.first is None:
+                self._moments.update(*found)
 
     def _leave(self) -> None:
         if self._modes is not None:

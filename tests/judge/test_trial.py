@@ -3,6 +3,7 @@
 import gc
 import warnings
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,6 +99,72 @@ def test_patience_ends_in_one_finding() -> None:
     assert said[2][0].about == "gradient"
     assert isinstance(said[2][0].error, GradientError)
     assert "slept through 2 optimizer steps" in said[2][0].message
+
+
+def line_of(finding: Finding) -> str:
+    """The code that a finding blames."""
+    source = finding.error.report.alarms[0].source
+    path, _, number = source.rpartition(":")
+    return Path(path).read_text().splitlines()[int(number) - 1]
+
+
+@pytest.mark.parametrize("patience", [1, 2, 3])
+def test_the_step_at_which_patience_ends_is_observed_and_says_the_line(patience: int) -> None:
+    """Behind a zero head nothing is known at first; once it has learned, the ReLU is to blame."""
+    loop = Loop(zero_head(stack(lambda: Shut(value=0.0), 1)), scheme="observe", patience=patience)
+    said = [loop.step() for _ in range(patience + 2)]
+    assert [len(s) for s in said] == [0] * patience + [1, 0]
+    assert "torch.relu" in line_of(said[patience][0])
+    assert "`relu` has slope zero" in said[patience][0].message
+    assert "1.weight is zero" not in said[patience][0].message
+
+
+def test_what_nobody_moves_is_said_with_the_step_of_the_end() -> None:
+    loop = Loop(zero_head(stack(lambda: Scaled(value=0.0), 1)), scheme="observe", patience=2)
+    loop.optimizer = torch.optim.SGD([loop.net[1].bias], lr=0.1)
+    (finding,) = [finding for _ in range(4) for finding in loop.step()]
+    assert "at the last one no error arrives while 1.weight is zero" in finding.message
+    assert "see that an optimizer moves 1.weight" in finding.message
+
+
+def test_observing_the_end_changes_nothing_and_leaves_nothing() -> None:
+    loops = [Loop(zero_head(stack(lambda: Shut(value=0.0), 1)), scheme="observe", patience=p) for p in (2, 9)]
+    loops[1].net.load_state_dict(loops[0].net.state_dict())
+    for _ in range(4):
+        for loop in loops:
+            loop.step()
+    assert all(torch.equal(a, b) for a, b in zip(*(loop.net.parameters() for loop in loops), strict=True))
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert not loops[0].trial.observes
+
+
+def test_a_scaler_that_skips_the_last_step_puts_the_end_off() -> None:
+    loop = Loop(zero_head(stack(lambda: Shut(value=0.0), 1)), scheme="observe", patience=1)
+    said = [loop.step(skipped=skip, scaled=True) for skip in (False, True, True, False, False)]
+    assert [len(s) for s in said] == [0, 0, 0, 1, 0]
+
+
+def test_a_gate_of_the_second_optimizer_gets_its_line() -> None:
+    torch.manual_seed(0)
+    net = nn.ModuleList([stack(Scaled, 1), stack(lambda: Shut(value=0.0), 1)])
+    net.forward = lambda x: net[0](x) + net[1](x)
+    plan = make_plan(net, X, scheme="observe")
+    trial = Trial(net, plan, patience=2, fresh=False)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in net]
+    held = [{n for n, _ in net.named_parameters() if n.startswith(str(i))} for i in range(2)]
+    said: list[Finding] = []
+    for _ in range(4):
+        trial.before_forward(X)
+        for part, optimizer, names in zip(net, optimizers, held, strict=True):
+            net.zero_grad()
+            loss = mse_loss(part(X), torch.ones(len(X), 2))
+            said += trial.after_forward(loss, more=True)
+            loss.backward()
+            said += trial.before_step(optimizer, held=names)
+            optimizer.step()
+        trial.end_batch()
+    (finding,) = said
+    assert "torch.relu" in line_of(finding)
 
 
 def test_steps_at_a_rate_of_zero_use_no_patience() -> None:

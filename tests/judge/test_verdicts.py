@@ -97,6 +97,111 @@ def test_a_factor_that_the_forward_counts_up_is_asleep() -> None:
     assert "buffer" in report.gates["0.scale"].cause
 
 
+class Fixed(Scaled):
+    """The branch is multiplied by a buffer of zeros, which the forward may replace."""
+
+    def __init__(self, value: float = 0.0, *, counts: bool = False, gated: bool = True) -> None:
+        super().__init__(value=value)
+        self.register_buffer("factor", torch.zeros(()))
+        self.counts, self.gated = counts, gated
+        if not gated:
+            del self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = self.factor
+        if self.counts:
+            self.factor = self.factor + 0.1
+        return x + factor * (self.scale * self.f(x) if self.gated else self.f(x))  # shut here
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_branch_behind_a_buffer_of_zeros_is_dead_and_the_buffer_named(gated: bool) -> None:
+    torch.manual_seed(0)
+    report = judged(nn.Sequential(Fixed(gated=gated), Scaled(value=0.0), nn.Linear(WIDTH, 2)))
+    alarm = report.alarms[0]
+    assert {a.branch for a in report.alarms} == {"0"}
+    assert "0.factor is a buffer of zeros" in alarm.cause
+    lines = Path(__file__).read_text().splitlines()
+    assert "# shut here" in lines[int(alarm.source.rpartition(":")[2]) - 1]
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_buffer_that_the_forward_replaces_is_a_counter(gated: bool) -> None:
+    torch.manual_seed(0)
+    report = judged(nn.Sequential(Fixed(counts=True, gated=gated), Scaled(value=0.0), nn.Linear(WIDTH, 2)))
+    assert report.ok, str(report)
+
+
+def test_an_open_branch_and_a_frozen_one_say_nothing_of_a_buffer() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Fixed(gated=False), Fixed(gated=False), Scaled(value=0.0), nn.Linear(WIDTH, 2))
+    model[0].factor.fill_(1.0)
+    model[1].requires_grad_(False)
+    assert judged(model).ok
+
+
+def test_a_frozen_norm_of_zeros_is_named_with_and_without_a_scalar_behind_it() -> None:
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("weight", torch.zeros(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f, self.norm = nn.Linear(WIDTH, WIDTH), Frozen()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.norm(self.f(x).relu())
+
+    torch.manual_seed(0)
+    for scheme in ("observe", "insert"):
+        alarms = judged(nn.Sequential(Block(), nn.Linear(WIDTH, 2)), scheme=scheme).alarms
+        assert {a.branch for a in alarms} == {"0"}
+        assert all("0.norm.weight is a buffer of zeros" in a.cause for a in alarms)
+
+
+def test_a_branch_without_a_gate_is_dead_behind_a_frozen_norm_of_zeros() -> None:
+    class Frozen(nn.Module):
+        def __init__(self, value: float) -> None:
+            super().__init__()
+            self.register_buffer("weight", torch.full((WIDTH,), value))
+            self.register_buffer("bias", torch.zeros(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight + self.bias
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.first, self.two, self.second = nn.Linear(8, 8), Frozen(1.0), nn.Linear(8, 8), Frozen(0.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(x + self.second(self.two(torch.relu(self.first(self.one(x))))))
+
+    torch.manual_seed(0)
+    assert WIDTH == 8
+    alarms = judged(nn.Sequential(Block(), Block(), nn.Linear(8, 2))).alarms
+    assert {a.branch for a in alarms} == {"0", "1"}
+    assert all(".second.weight is a buffer of zeros" in a.cause for a in alarms)
+
+
+@pytest.mark.parametrize(("function", "status"), [(torch.abs, "dead"), (lambda v: v, "alive")])
+def test_a_zero_that_only_the_values_show_is_judged_too(function: Callable[[Tensor], Tensor], status: str) -> None:
+    """The smaller one of zero and a size is zero, which no rule on zeros knows."""
+
+    class Bounded(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.minimum(function(self.scale * self.f(x)), x.abs())
+
+    torch.manual_seed(0)
+    report = judged(nn.Sequential(Bounded(value=0.0), Scaled(value=0.0), nn.Linear(WIDTH, 2)))
+    assert {n: g.status for n, g in report.gates.items()} == {"0.scale": status, "1.scale": "alive"}
+
+
 def test_terms_that_cancel_in_one_batch_are_asleep() -> None:
     """Two towers with shared weights, on equal inputs."""
 
