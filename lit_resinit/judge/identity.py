@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from lit_resinit.errors import IdentityError, TrainedWeightsError
-from lit_resinit.find.constant import closed_off
 from lit_resinit.find.gates import holds
 from lit_resinit.graph import ops
 from lit_resinit.graph.eager import eager
@@ -21,10 +19,11 @@ from lit_resinit.graph.faults import Faults
 from lit_resinit.graph.keep import keep_rng, keep_state, no_collection
 from lit_resinit.graph.ops import Does
 from lit_resinit.graph.record import Recorder
-from lit_resinit.graph.tensors import local, measuring, whole
+from lit_resinit.graph.tensors import measuring, whole
 from lit_resinit.graph.values import Graph
 from lit_resinit.graph.where import clean_name
 from lit_resinit.judge.compare import AtAdditions, Comparison, Peaks, Reader
+from lit_resinit.judge.silenced import may_be_silenced, silenced
 from lit_resinit.plan.evidence import check_untrained
 from lit_resinit.plan.make import as_arguments
 from lit_resinit.plan.values import CONSTANT_SCHEMES, Branch, ResidualPlan, check_plan
@@ -322,38 +321,11 @@ def check_identity(
 
         found, output, probe = report(values=False)
         broken = any(b.cause == "nonfinite branch" for b in found.branches)
-        if broken or any(_may_be_constant(t) for _, t in _named_tensors(output)):
+        if broken or may_be_silenced(output):
             everything, output, probe = report(values=True)
-            found = dataclasses.replace(everything if broken else found, silenced=tuple(_silenced(probe, output)))
+            names = silenced(probe.recorder, plan, probe.parameters, output)
+            found = dataclasses.replace(everything if broken else found, silenced=names)
         return found
-
-
-# -------------------------------------------------------------------- outputs that the closed gates make constant
-
-
-def _silenced(probe: IdentityProbe, output: Any) -> Iterator[str]:
-    gates = {g.parameter for b in probe.plan.active if b.action != "observe" for g in b.gates}
-    nodes = [(name, probe.recorder.memory.find(tensor)) for name, tensor in _named_tensors(output)]
-    known = [(name, node) for name, node in nodes if node is not None]
-    found = closed_off(probe.graph, probe.parameters, gates, [node for _, node in known])
-    return (name for name, node in known if node in found)
-
-
-def _named_tensors(output: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of an output, and those that plain objects in it hold, by the way to them."""
-    for path, leaf in tree_flatten_with_path(output)[0]:
-        if isinstance(leaf, Tensor):
-            yield keystr(path) or "the output", leaf
-        elif hasattr(leaf, "__dict__") and not isinstance(leaf, nn.Module | type):
-            yield from ((f"{keystr(path)}.{n}", v) for n, v in vars(leaf).items() if isinstance(v, Tensor))
-
-
-def _may_be_constant(tensor: Tensor) -> bool:
-    """Whether a result is the same for every sample, or of a single one; what is a single number is a loss."""
-    values = local(tensor)
-    if values.ndim == 0 or values.numel() < 2 or not values.is_floating_point() or values.is_meta or values.is_nested:
-        return False
-    return bool((values == values[:1]).all())
 
 
 # -------------------------------------------------------------------- words
@@ -377,11 +349,11 @@ def describe(report: IdentityReport) -> str:
     if report.constant:
         return _describe_growth(report)
     open_ = [b for b in report.branches if b.status == "open"]
-    silenced = _describe_silenced(report)
+    without = _describe_silenced(report)
     if not open_:
         unseen = sum(b.note == NOT_RUN for b in report.branches)
         more = f"; {unseen} of them did not run in this forward and were judged by their parameters" if unseen else ""
-        return f"checked {len(report.branches)} branches: each contributes exactly nothing{more}.{silenced}"
+        return f"checked {len(report.branches)} branches: each contributes exactly nothing{more}.{without}"
     groups: dict[tuple[str, str], list[BranchIdentity]] = {}
     for b in open_:
         key = (
