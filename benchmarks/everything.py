@@ -24,6 +24,7 @@ import gc
 import itertools
 import json
 import logging
+import re
 import time
 import warnings
 from collections import Counter
@@ -135,13 +136,18 @@ def measure(subject: Subject) -> Row:
             if plan is not None:
                 _compare(row, subject, made, plan)
     except (Exception, OutOfTimeError) as error:
-        text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        text = f"{type(error).__name__}: {_words(error)}"
         if row.status == "planned":
             row.differs["an error"] = text
         else:
             row.reason = text
     row.seconds = round(time.perf_counter() - start, 2)
     return row
+
+
+def _words(error: BaseException) -> str:
+    """A message without line breaks, and without the place where packages are installed."""
+    return re.sub(r"[^ ]*/site-packages/", "", " ".join(str(error).split()))[:600]
 
 
 def _planned(row: Row, made: Made) -> ResidualPlan | None:
@@ -157,7 +163,7 @@ def _planned(row: Row, made: Made) -> ResidualPlan | None:
         plan = plan_graph(model, graph, "auto")
     except (NoBranchError, GateError) as error:
         row.status = "no branch" if isinstance(error, NoBranchError) else "refused"
-        row.reason = " ".join(str(error).split())[:400]
+        row.reason = _words(error)
         return None
     row.status, row.branches = "planned", len(plan)
     return plan
@@ -269,6 +275,7 @@ def _of_library(library: str, rows: list[Row]) -> Iterator[str]:
     for r in planned:
         none.update(r.none)
     yield f"  sums that are none: {', '.join(f'{why} {n}' for why, n in none.most_common())}"
+    yield f"  planned, with branches: {', '.join(f'{r.id.partition("/")[2]} {r.branches}' for r in planned)}"
     for r in planned:
         for name, text in r.differs.items():
             yield f"  differs: {r.id}, {name}: {text}"
