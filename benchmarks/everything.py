@@ -275,7 +275,8 @@ def _of_library(library: str, rows: list[Row]) -> Iterator[str]:
     for r in planned:
         none.update(r.none)
     yield f"  sums that are none: {', '.join(f'{why} {n}' for why, n in none.most_common())}"
-    yield f"  planned, with branches: {', '.join(f'{r.id.partition("/")[2]} {r.branches}' for r in planned)}"
+    names = [f"{r.id.partition('/')[2]} {r.branches}" for r in planned]
+    yield f"  planned, with branches: {', '.join(names)}"
     for r in planned:
         for name, text in r.differs.items():
             yield f"  differs: {r.id}, {name}: {text}"
