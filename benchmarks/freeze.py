@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import importlib
 import json
@@ -27,6 +28,7 @@ import torch
 from torch import nn
 
 import lit_resinit
+from benchmarks import public
 from lit_resinit.graph.trace import trace
 from lit_resinit.graph.values import Graph
 
@@ -187,107 +189,21 @@ def torchvision_models() -> Iterator[Subject]:
     """Classifiers of torchvision, the smallest of every family."""
     import torchvision
 
-    def made(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-        size = 224 if "vit" in name else 96
-        return torchvision.models.get_model(name, weights=None), (torch.randn(2, 3, size, size),), {}
-
     names = torchvision.models.list_models(module=torchvision.models)
-    for name in _smallest_of_each({n: torchvision.models.get_model_builder(n).__module__ for n in names}):
-        yield name, lambda name=name: made(name)
+    for name in public.smallest_first({n: torchvision.models.get_model_builder(n).__module__ for n in names}, 1):
+        yield name, functools.partial(public.torchvision_model, name)
 
 
 def timm_models() -> Iterator[Subject]:
     """Two of every family of timm, at the smallest input that they take."""
-    from timm.models import _registry, create_model, list_models
-
-    def made(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-        model = create_model(name, num_classes=10)
-        config = model.pretrained_cfg
-        size = config.get("min_input_size") or config["input_size"]
-        return model, (torch.randn(2, *(config["input_size"] if config.get("fixed_input_size") else size)),), {}
-
-    module_of = {n: _registry._model_to_module[n] for n in list_models()}
-    for name in _smallest_of_each(module_of, 2):
-        yield name, lambda name=name: made(name)
-
-
-_SMALL_WORDS = (
-    "test",
-    "femto",
-    "atto",
-    "pico",
-    "nano",
-    "tiny",
-    "xx",
-    "small",
-    "_s",
-    "mini",
-    "050",
-    "18",
-    "_b0",
-    "_0",
-    "400mf",
-)
-_LARGE_WORDS = ("base", "large", "huge", "giant", "101", "152", "200", "so400m", "_l", "_xl", "gigantic", "384", "512")
-
-
-def _smallest_of_each(module_of: dict[str, str], count: int = 1) -> Iterator[str]:
-    """The names of every module that sound smallest."""
-    families: dict[str, list[str]] = {}
-    for name, module in module_of.items():
-        families.setdefault(module, []).append(name)
-
-    def size(name: str) -> tuple[int, str]:
-        return sum(w in name for w in _LARGE_WORDS) - sum(w in name for w in _SMALL_WORDS), name
-
-    for names in families.values():
-        yield from sorted(names, key=size)[:count]
-
-
-# What makes a configuration of transformers small; a name that a configuration lacks is passed over.
-_TINY: dict[str, Any] = {
-    **dict.fromkeys(["hidden_size", "d_model", "dim", "embed_dim", "n_embd", "embedding_size", "dim_model"], 32),
-    **dict.fromkeys(["intermediate_size", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim", "n_inner"], 64),
-    **dict.fromkeys(["moe_intermediate_size", "shared_expert_intermediate_size", "hidden_dim"], 32),
-    **dict.fromkeys(["attention_hidden_size"], 32),
-    **dict.fromkeys(["num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"], 2),
-    **dict.fromkeys(["num_decoder_layers"], 2),
-    **dict.fromkeys(["num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads"], 4),
-    **dict.fromkeys(["decoder_attention_heads", "num_key_value_heads"], 4),
-    **dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts"], 4),
-    **dict.fromkeys(["num_experts_per_tok"], 2),
-    **dict.fromkeys(["head_dim", "d_kv"], 8),
-    **dict.fromkeys(["vocab_size"], 99),
-    **dict.fromkeys(["image_size"], 32),
-    **dict.fromkeys(["patch_size"], 8),
-    **dict.fromkeys(["pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"], 1),
-}
+    for name in public.smallest_first(public.timm_families(), 2):
+        yield name, functools.partial(public.timm_model, name)
 
 
 def transformers_models() -> Iterator[Subject]:
     """Every configuration of transformers that becomes small, and runs, by the names that most of them share."""
-    import transformers
-    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
-
-    def made(kind: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-        default = transformers.AutoConfig.for_model(kind)
-        names = [n for n in _TINY if isinstance(getattr(default, n, None), int) and n not in default.attribute_map]
-        config = transformers.AutoConfig.for_model(kind, **{n: _TINY[n] for n in names})
-        if getattr(config, "sub_configs", None):
-            raise ValueError("made of several models")
-        with torch.device("meta"):
-            size = sum(p.numel() for p in transformers.AutoModel.from_config(config).parameters())
-        if size > 5_000_000:
-            raise ValueError(f"does not become small: {size} parameters")
-        model = transformers.AutoModel.from_config(config)
-        tokens = torch.randint(2, 90, (2, 8))
-        images = torch.randn(2, getattr(config, "num_channels", 3), 32, 32)
-        inputs = {"input_ids": tokens, "pixel_values": images}[model.main_input_name]
-        more = {"decoder_input_ids": tokens} if config.is_encoder_decoder else {}
-        return model, (), {model.main_input_name: inputs, **more}
-
-    for kind in MODEL_MAPPING_NAMES:
-        yield kind, lambda kind=kind: made(kind)
+    for kind in public.transformers_kinds():
+        yield kind, functools.partial(public.transformers_model, kind)
 
 
 def random_stacks() -> Iterator[Subject]:

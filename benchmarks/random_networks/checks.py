@@ -19,7 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.random_networks.grammar import Spec, has_no_ops, scales_its_stream, simpler, without_no_ops
+from benchmarks.random_networks.grammar import (
+    Spec,
+    has_no_ops,
+    scales_its_stream,
+    simpler,
+    spelled_otherwise,
+    without_no_ops,
+)
 from benchmarks.random_networks.source import Writer
 from benchmarks.zoo import loss_of, tensors_of
 from lit_resinit import NoBranchError, ResidualPlan, apply_, check_identity, make_plan, observe
@@ -191,6 +198,8 @@ def _expect_same_plans(
     if has_no_ops(spec):
         plain = load(Writer(without_no_ops(spec)).text(), folder)
         _expect_plan("without views, casts and clones", wanted, _built(plain), args)
+    for other in spelled_otherwise(spec):
+        _expect_plan("x + f, f + x, x - (-f)", wanted, _built(load(Writer(other).text(), folder)), args)
     for position, item in enumerate(spec["items"]):
         if item["item"] == "block":
             longer = {**spec, "items": [*spec["items"][: position + 1], item, *spec["items"][position + 1 :]]}

@@ -13,7 +13,7 @@ from typing import Any
 Spec = dict[str, Any]
 
 DOMAINS = ("vectors", "sequences", "images", "graphs")
-BODIES = ("mlp", "linear", "deep", "unit", "normed")
+BODIES = ("mlp", "linear", "deep", "unit", "normed", "in place", "experts")
 BODIES_OF = {"sequences": ("attention",), "images": ("depthwise",), "graphs": ("messages",), "vectors": ()}
 
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -39,7 +39,18 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "after": ("none", "norm", "relu"),
     "skip": ("identity", "projection", "pooled"),
     "factor": ("none", "number", "learned"),
-    "sum": ("x + f", "f + x", "x - (-f)", "alpha", "half alpha", "in place", "addcmul", "sum of a list", "blend"),
+    "sum": (
+        "x + f",
+        "f + x",
+        "x - (-f)",
+        "alpha",
+        "half alpha",
+        "in place",
+        "addcmul",
+        "sum of a list",
+        "stack",
+        "blend",
+    ),
     "wrapping": ("inline", "block", "method", "submodule", "wrapper", "checkpoint", "function"),
     "steps": (1, 2, 3),
     "value": (1.0, 0.7),
@@ -49,10 +60,10 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "brackets": ("left", "right", "front"),
 }
 _DEPTH = 2  # of stacks in branches
-ITEMS = ("block", "layer", "loop", "halves", "two streams", "parallel", "earlier", "memory")
+ITEMS = ("block", "layer", "loop", "halves", "two streams", "parallel", "earlier", "memory", "shared", "joined skip")
 
 # What the package does not get right yet: (name of the choice, value); drawn only with ``everything``.
-OPEN: frozenset[tuple[str, Any]] = frozenset([("value", 0.7)])
+OPEN: frozenset[tuple[str, Any]] = frozenset()
 
 
 class Grammar:
@@ -93,8 +104,10 @@ class Grammar:
             return {"item": kind, "steps": self._choose("steps") if kind == "two streams" else 1}
         if kind == "parallel":
             return {"item": kind, "brackets": self._choose("brackets")}
-        if kind in ("earlier", "memory"):
+        if kind in ("earlier", "memory", "shared"):
             return {"item": kind}
+        if kind == "joined skip":
+            return {"item": kind, "block": self._block(0)}
         return self._block(depth)
 
     def _block(self, depth: int) -> Spec:
@@ -142,8 +155,10 @@ def _additions_of(item: Spec) -> int:
         return 2 * item["steps"]
     if kind == "parallel":  # ``(x + f) + g`` are two, ``x + (f + g)`` is one branch with two summands
         return 2 if item["brackets"] == "left" else 1
-    if kind == "earlier":
+    if kind in ("earlier", "shared"):
         return 2
+    if kind == "joined skip":  # the skip of a U-Net is joined, and not added
+        return _additions_of(item["block"])
     return 1 + sum(_additions_of(i) for i in item.get("items", ()))
 
 
@@ -185,6 +200,16 @@ def without_no_ops(spec: Spec) -> Spec:
     if "block" in spec:
         plain["block"] = without_no_ops(spec["block"])
     return plain
+
+
+def spelled_otherwise(spec: Spec) -> Iterator[Spec]:
+    """The same network with the first sum ``x + f`` of a block in other words that mean the same."""
+    for position, item in enumerate(spec["items"]):
+        if item["item"] == "block" and item["sum"] == "x + f" and item["wrapping"] != "function":
+            for other in ("f + x", "x - (-f)"):
+                items = [*spec["items"][:position], {**item, "sum": other}, *spec["items"][position + 1 :]]
+                yield {**spec, "items": items}
+            return
 
 
 def has_no_ops(spec: Spec) -> bool:

@@ -138,7 +138,9 @@ class Writer:
             return self._halves(name, value)
         if kind == "two streams":
             return self._two_streams(item, name, value)
-        if kind in ("parallel", "earlier", "memory"):
+        if kind == "joined skip":
+            return self._joined_skip(item, name, value)
+        if kind in ("parallel", "earlier", "memory", "shared"):
             return getattr(self, f"_{kind}")(item, name, value)
         return self._block(item, name, value)
 
@@ -169,6 +171,30 @@ class Writer:
             self._sum(value, value, f"self.{name}_f({value})"),
             self._sum(value, value, f"self.{name}_g(before)"),
         ]
+        return code
+
+    def _shared(self, item: Spec, name: str, value: str) -> _Code:
+        """Two branches that read one normalised value."""
+        code = _Code()
+        code.init += [self._function(f"{name}_f"), self._function(f"{name}_g")]
+        code.forward.append(f"n = {value}")
+        code += self._norm(f"{name}_norm", "n")
+        code.forward += [self._sum(value, value, f"self.{name}_{own}(n)") for own in "fg"]
+        return code
+
+    def _joined_skip(self, item: Spec, name: str, value: str) -> _Code:
+        """Down, a block, and up again, where what was there before is joined, as in a U-Net."""
+        code, low = _Code(), f"{name}_low"
+        code.init.append(f"self.{name}_merge = {self._linear(16, 8)}")
+        code.forward.append(
+            f"{low} = functional.avg_pool2d({value}, 2, ceil_mode=True)" if self.images else f"{low} = {value}"
+        )
+        code += self._layer(f"{name}_down", low)
+        code.forward.append(f"{low} = functional.gelu({low})")
+        code += self._block(item["block"], f"{name}_b", low)
+        if self.images:
+            code.forward.append(f"{low} = functional.interpolate({low}, size={value}.shape[2:])")
+        code.forward.append(f"{value} = self.{name}_merge(torch.cat(({value}, {low}), {self.axis}))")
         return code
 
     def _memory(self, item: Spec, name: str, value: str) -> _Code:
@@ -285,6 +311,13 @@ class Writer:
                 f"sent = functional.gelu(self.{name}_1({h}))[edges[0]]",
                 f"{h} = torch.zeros_like({h}).index_add(0, edges[1], sent)",
             ]
+        elif body == "experts":
+            code.init += [f"self.{name}_{own} = {self._linear()}" for own in ("1", "2", "route")]
+            code.forward += [
+                f"share = torch.sigmoid(self.{name}_route({h}))",
+                f"one, other = functional.gelu(self.{name}_1({h})), functional.gelu(self.{name}_2({h}))",
+                f"{h} = share * one + (1 - share) * other",
+            ]
         elif body == "unit":
             code.init += [f"self.{name}_1 = {self._linear()}", f"self.{name}_2 = {self._linear()}"]
             code.forward.append(f"{h} = self.{name}_1({h}) * torch.sigmoid(self.{name}_2({h}))")
@@ -292,7 +325,9 @@ class Writer:
             code += self._layer(f"{name}_1", h)
             if body == "normed":
                 code += self._norm(f"{name}_norm", h)
-            code.forward.append(f"{h} = functional.gelu({h})")
+            code.forward.append(
+                f"{h} = functional.{'silu({}, inplace=True)' if body == 'in place' else 'gelu({})'}".format(h)
+            )
             if body == "deep":
                 code += self._layer(f"{name}_2", h)
                 code.forward.append(f"{h} = torch.tanh({h})")
@@ -372,6 +407,7 @@ class Writer:
             "in place": [f"{value} = ({skip}).clone()", f"{value} += {h}"],
             "addcmul": [f"{value} = torch.addcmul({skip}, {h}, self.{name}_gate)"],
             "sum of a list": [f"{value} = sum([{skip}, {h}])"],
+            "stack": [f"{value} = torch.stack([{skip}, {h}]).sum(0)"],
             "blend": [f"{value} = torch.lerp({skip}, {h}, self.{name}_gate)"],
         }[spelling]
         return code

@@ -285,8 +285,15 @@ def _is_private(case: Case) -> bool:
     """Whether nobody but skip and sum reads what the branch computes on its way."""
     nodes = case.graph.nodes
     known = {case.total.index, *(v.value for v in case.shown)}
-    inner = (r for i in case.inside if i != case.branch for r in case.reading.facts.readers[i])
-    return all(r in case.inside or r in known or nodes[r].op == "statistic" for r in inner)
+    facts = case.reading.facts
+    inner = (r for i in case.inside if i != case.branch for r in facts.readers[i])
+    return all(r in case.inside or r in known or nodes[r].op == "statistic" or _is_kept_copy(facts, r) for r in inner)
+
+
+def _is_kept_copy(facts: Facts, index: int) -> bool:
+    """Whether a value is a copy that nobody reads: autograd keeps one before an operation in place."""
+    copied = ops.does(facts.graph.nodes[index].op, Does.COPIES)
+    return copied and not facts.readers[index] and not facts.uses.has(index)
 
 
 def _adds_up_heads(case: Case) -> bool:

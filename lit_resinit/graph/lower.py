@@ -262,6 +262,27 @@ def _accumulated(name: str, when: Callable[[dict[str, Any]], bool]) -> Callable[
     return spell
 
 
+def _stacked_sum(parts: _Parts, shape: Shape) -> int | None:
+    """Two values stacked and summed up again along the same dimension."""
+    whole, dims = parts.node("self"), parts.arguments.get("dim")
+    stack = None if whole is None else stacking(parts.graph, whole)
+    if stack is None or not dims or parts.arguments.get("keepdim") or parts.arguments.get("dtype") is not None:
+        return None
+    dim, operands = stack
+    fits = len(operands) == 2 and [d % (len(shape) + 1) for d in dims] == [dim]
+    return parts.sum(operands[0], operands[1], shape) if fits else None
+
+
+def stacking(graph: Graph, whole: int) -> tuple[int, tuple[int, ...]] | None:
+    """Along which dimension a value was stacked, and from what; None for any other value."""
+    node = graph.nodes[whole]
+    if node.op != "stack":
+        return None
+    call = graph.calls[node.call]
+    dim: int = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", 0)
+    return dim % len(node.shape), node.inputs
+
+
 def _always(arguments: dict[str, Any]) -> bool:
     return True
 
@@ -287,6 +308,7 @@ _SPELLINGS: dict[str, Callable[[_Parts, Shape], int | None]] = {
     "addbmm": _product_sum("batch1", "batch2", "bmm"),
     "addcmul": _product_sum("tensor1", "tensor2", "mul"),
     "lerp": _interpolation,
+    "sum": _stacked_sum,
     "linear": _layer("mm"),
     **dict.fromkeys(("convolution", "_convolution", "conv1d", "conv2d", "conv3d"), _layer("conv")),
     "copy": _copy,

@@ -101,6 +101,9 @@ class AtAdditions(Listener):
             return
         index, branch = found
         tensors = [local(a) for a in tree_iter((args, kwargs)) if isinstance(a, Tensor)]
+        if branch.stacked is not None:
+            with measuring():
+                tensors = list(tensors[0].unbind(branch.stacked))
         value = None if branch.branch_input is None else tensors[branch.branch_input]
         stream, writes = tensors[branch.skip_input], bool(ops.written_arguments(func))
         self._running = Addition(index, branch, stream, value, writes)

@@ -23,6 +23,7 @@ from lit_resinit.graph.tensors import measuring, whole
 from lit_resinit.graph.values import Graph
 from lit_resinit.graph.where import clean_name
 from lit_resinit.judge.compare import AtAdditions, Comparison, Peaks, Reader
+from lit_resinit.judge.silenced import may_be_silenced, silenced
 from lit_resinit.plan.evidence import check_untrained
 from lit_resinit.plan.make import as_arguments
 from lit_resinit.plan.values import CONSTANT_SCHEMES, Branch, ResidualPlan, check_plan
@@ -72,6 +73,8 @@ class StackIdentity:
 class IdentityReport(Shown):
     """One verdict for each branch of a plan that was not excluded, and one for each stream.
 
+    ``silenced`` names the outputs of the network that the closed gates make the same for every batch: a network behind
+    learned queries, for one, is told of its input by its branches alone. :func:`check_identity` looks for them.
     ``constant`` is whether a constant scales the branches; ``trained`` names a parameter that looks trained, where
     branches are open that nothing was to close.
     """
@@ -80,6 +83,7 @@ class IdentityReport(Shown):
     stacks: tuple[StackIdentity, ...]
     constant: bool = False
     trained: str = ""
+    silenced: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -322,15 +326,20 @@ def check_identity(
     with no_collection(), keep_rng(), keep_state(model, announced=True) as kept, torch.no_grad(), eager():
         model.train()
 
-        def report(*, values: bool) -> IdentityReport:
+        def report(*, values: bool) -> tuple[IdentityReport, Any, IdentityProbe]:
             inputs = (arguments, kwargs)
             probe = IdentityProbe(model, plan, inputs, values=values, before_write=kept.before_write)
             with keep_rng(), probe:
-                model(*arguments, **(kwargs or {}))
-            return probe.identity()
+                output = model(*arguments, **(kwargs or {}))
+            return probe.identity(), output, probe
 
-        found = report(values=False)
-        return report(values=True) if any(b.cause == "nonfinite branch" for b in found.branches) else found
+        found, output, probe = report(values=False)
+        broken = any(b.cause == "nonfinite branch" for b in found.branches)
+        if broken or may_be_silenced(output):
+            everything, output, probe = report(values=True)
+            names = silenced(probe.recorder, plan, probe.parameters, output)
+            found = dataclasses.replace(everything if broken else found, silenced=names)
+        return found
 
 
 # -------------------------------------------------------------------- words
@@ -354,10 +363,11 @@ def describe(report: IdentityReport) -> str:
     if report.constant:
         return _describe_growth(report)
     open_ = [b for b in report.branches if b.status == "open"]
+    without = _describe_silenced(report)
     if not open_:
         unseen = sum(b.note == NOT_RUN for b in report.branches)
         more = f"; {unseen} of them did not run in this forward and were judged by their parameters" if unseen else ""
-        return f"checked {len(report.branches)} branches: each contributes exactly nothing{more}."
+        return f"checked {len(report.branches)} branches: each contributes exactly nothing{more}.{without}"
     groups: dict[tuple[str, str], list[BranchIdentity]] = {}
     for b in open_:
         key = (
@@ -384,6 +394,15 @@ def describe(report: IdentityReport) -> str:
         lines.append(f"This network looks trained ({report.trained} is no longer as it was initialised).")
     lines.append("To watch an open network as it is, pass identity='ignore' or exclude those branches.")
     return "\n".join(lines)
+
+
+def _describe_silenced(report: IdentityReport) -> str:
+    if not report.silenced:
+        return ""
+    return (
+        f" Until they open, this output of the network is the same for every batch: {', '.join(report.silenced)}. "
+        "Nothing but these branches leads there from the input."
+    )
 
 
 def _describe_growth(report: IdentityReport) -> str:

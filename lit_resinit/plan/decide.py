@@ -273,7 +273,7 @@ def _can_carry(choice: Choice, place: _Place, tail: Tail) -> bool:
     survey, module = choice.survey, place.module
     if not module or module not in survey.modules:
         return False
-    readers = survey.readers[place.node]
+    readers = [r for r in survey.readers[place.node] if survey.dominance.is_read(r)]
     if any(survey.graph.is_inside(r, module) for r in readers):
         return False  # read before the module returns
     if not all(r in survey.names or r in tail.passed or r in choice.scalable for r in readers):

@@ -13,6 +13,7 @@ from lit_resinit.find.overwritten import overwritten_by
 from lit_resinit.find.streams import Addition
 from lit_resinit.find.views import is_weight
 from lit_resinit.graph import ops
+from lit_resinit.graph.lower import stacking
 from lit_resinit.graph.ops import Does
 from lit_resinit.graph.where import is_below
 from lit_resinit.plan.decide import Decision
@@ -40,7 +41,9 @@ def _branch(
     call = graph.calls[graph.nodes[addition.node].call]
     nearby: list[int | str] = [addition.block, *sorted(addition.interior), *link.between]
     stopped_by, reason = _obstacle(survey, decision)
-    skip_input = _input_position(survey, addition.skip, call.inputs)
+    stack = stacking(graph, call.inputs[0]) if ops.base_name(call.func) == "sum" else None
+    inputs = call.inputs if stack is None else stack[1]
+    skip_input = _input_position(survey, addition.skip, inputs)
     overwritten = overwritten_by(graph, addition, survey.streams)
     writer = None if overwritten is None else graph.calls[graph.nodes[overwritten].call]
     return Branch(
@@ -52,7 +55,8 @@ def _branch(
         source=call.source,
         address=addition.address,
         skip_input=0 if skip_input is None else skip_input,
-        branch_input=_input_position(survey, addition.branch, call.inputs),
+        branch_input=_input_position(survey, addition.branch, inputs),
+        stacked=None if stack is None else stack[0],
         previous=None if link.previous is None else survey.names[link.previous],
         between=labels(survey, link.between),
         factor=tuple(name for name, _ in factors),

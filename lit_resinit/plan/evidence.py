@@ -88,7 +88,7 @@ def _uneven_scalars(branches: Iterable[Branch], parameters: Mapping[str, Tensor]
     for branch in branches:
         for gate in branch.gates:
             scalar = parameters[gate.parameter] if gate.kind == "scale" and gate.index is None else None
-            if scalar is not None and scalar.numel() == 1 and not scalar.is_meta:
+            if scalar is not None and scalar.numel() == 1 and scalar.is_floating_point() and not scalar.is_meta:
                 alike.setdefault(without_numbers(gate.parameter), {})[gate.parameter] = branch.name
     found: dict[str, str] = {}
     for names in alike.values():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import fnmatch
+import inspect
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 from torch import nn
@@ -17,6 +20,7 @@ from lit_resinit.plan.decide import decide
 from lit_resinit.plan.describe import describe, idle_modules, streams, zero_layers
 from lit_resinit.plan.survey import Survey, survey
 from lit_resinit.plan.values import Branch, ResidualPlan, Scheme
+from lit_resinit.words import in_common, without_numbers
 
 
 def make_plan(
@@ -132,10 +136,10 @@ def plan_graph(
     chosen = select([known.names[a.node] for a in known.additions], include, exclude)
     if not known.additions and scheme != "observe":
         raise NoBranchError(_nothing_found(model, known))
-    decisions = decide(known, scheme, {node for node, name in known.names.items() if name in chosen})
-    branches = describe(known, decisions)
-    if scheme != "observe":
-        _refuse_what_cannot_be_closed(scheme, branches)
+    branches = _decided(known, scheme, chosen)
+    stuck = _stuck(branches) if scheme != "observe" else []
+    if stuck:
+        raise GateError(f"{_cannot_close(model, scheme, stuck)} {_way_out(known, scheme, chosen)}")
     layers = zero_layers(known, {g.parameter for b in branches for g in b.gates})
     if not branches and not layers:
         raise NoBranchError(_nothing_found(model, known))
@@ -157,30 +161,61 @@ def _nothing_found(model: nn.Module, known: Survey) -> str:
     )
 
 
-def _refuse_what_cannot_be_closed(scheme: Scheme, branches: Sequence[Branch]) -> None:
-    stuck = [b for b in branches if b.action not in ("excluded", "already_closed") and not b.gates]
-    if stuck:
-        raise GateError(_cannot_close(scheme, stuck))
+def _decided(known: Survey, scheme: Scheme, chosen: set[str]) -> tuple[Branch, ...]:
+    return describe(known, decide(known, scheme, {node for node, name in known.names.items() if name in chosen}))
 
 
-def _cannot_close(scheme: Scheme, stuck: Sequence[Branch]) -> str:
+def _stuck(branches: Sequence[Branch]) -> list[Branch]:
+    return [b for b in branches if b.action not in ("excluded", "already_closed") and not b.gates]
+
+
+def _cannot_close(model: nn.Module, scheme: Scheme, stuck: Sequence[Branch]) -> str:
     first = stuck[0]
     why = (
         f"{first.reason}, in {first.culprit.split('.parametrizations')[0] or 'the top module'}" if first.reason else ""
     )
     because = f": {why}" if why else ""
     names = ", ".join(b.name for b in stuck[:3]) + (f" and {len(stuck) - 3} more" if len(stuck) > 3 else "")
+    edit = (
+        ""
+        if is_installed(model, first.block)
+        else f". Edit the block at {first.source}: `self.gate = lit_resinit.ScalarGate()` in `__init__`, and "
+        "`x + self.gate(branch)` in `forward`"
+    )
     what = {
         "zero": f"a trailing norm or scale to zero; found none{because}. Use scheme='auto', which may insert a scalar",
         "last_layer": f"a last layer to zero; found none: {why}. Use scheme='insert' or scheme='auto'",
         "downscale": f"a last layer to scale; found none: {why}. Use scheme='sqrt_depth'",
     }.get(
         scheme,
-        f"a module whose output is the end of the branch; found none: {why or 'the end is computed inline'}. "
-        f"Edit the block at {first.source}: `self.gate = lit_resinit.ScalarGate()` in `__init__`, and "
-        "`x + self.gate(branch)` in `forward`; or leave the branch out with `exclude`",
+        f"a module whose output is the end of the branch; found none: {why or 'the end is computed inline'}{edit}",
     )
     return f"scheme {scheme!r} on {names}: expected {what}. The addition is at {first.source}. Nothing was changed."
+
+
+def is_installed(model: nn.Module, block: str) -> bool:
+    """Whether a module's code is of a package that was installed, so that its user does not edit it."""
+    with contextlib.suppress(AttributeError, KeyError, TypeError):
+        path = inspect.getfile(type(model.get_submodule(block)))
+        return not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
+    return False
+
+
+def _way_out(known: Survey, scheme: Scheme, chosen: set[str]) -> str:
+    """The argument that leaves out what cannot be closed, to be pasted; what is closed without it is tried here."""
+    left, stuck = set(chosen), set[str]()
+    while left:
+        new = {b.name for b in _stuck(_decided(known, scheme, left))}
+        if not new:
+            break
+        stuck |= new
+        left -= new
+    if not left:
+        return "No other branch could be closed without them; scheme='observe' changes nothing and only watches."
+    names = [known.names[a.node] for a in known.additions]
+    exclude = patterns_for([n for n in names if n not in left], names)
+    include = patterns_for([n for n in names if n in left], names)
+    return f"To close the other {len(left)} branches, pass exclude={exclude!r}, or include={include!r}."
 
 
 # -------------------------------------------------------------------- include and exclude
@@ -194,6 +229,21 @@ def select(names: list[str], include: str | Sequence[str] | None, exclude: str |
     """
     kept = set(names) if include is None else set(_matches("include", names, include))
     return kept - set(_matches("exclude", names, exclude or ()))
+
+
+def patterns_for(wanted: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Few patterns that match the wanted ones among some names, and no other."""
+    groups: dict[str, list[str]] = {}
+    for name in wanted:
+        groups.setdefault(without_numbers(name), []).append(name)
+    others = set(names) - set(wanted)
+    patterns: list[str] = []
+    for group in groups.values():
+        pattern = in_common(group).replace("#", "*")
+        clashes = any(fnmatch.fnmatchcase(n, pattern) for n in others)
+        patterns += group if clashes else [pattern]
+    covered = [p for p in patterns if any(q != p and fnmatch.fnmatchcase(p.replace("*", "0"), q) for q in patterns)]
+    return [p for p in patterns if p not in covered]
 
 
 def _matches(argument: str, names: list[str], patterns: str | Sequence[str]) -> list[str]:

@@ -32,6 +32,7 @@ class Branch:
         address: Where the addition runs, the same in every forward.
         skip_input: Which tensor argument of the addition is the skip.
         branch_input: Which tensor argument is the branch; None where the operation fuses it.
+        stacked: The dimension, where the operation sums up what was stacked along it; both inputs count along it then.
         previous: Name of the branch before it on the same residual stream.
         between: What the stream passes between the previous branch and this one (module names, else operations).
         factor: What multiplies the skip (parameter names, else the operation), empty when nothing does.
@@ -66,6 +67,7 @@ class Branch:
     graded: bool = True
     reason: str = ""
     culprit: str = ""
+    stacked: int | None = None
     overwritten_by: str = ""
     overwritten_in: str = ""
     overwritten_at: str = ""
