@@ -211,7 +211,7 @@ def zero_layers(survey: Survey, gates: Collection[str]) -> tuple[str, ...]:
 
 def idle_modules(survey: Survey) -> tuple[str, ...]:
     """The outermost modules with parameters, none of which the forward read, under whatever name."""
-    own = [(n, p) for n, m in survey.modules.items() for p in m._parameters.values() if p is not None]
+    own = [(n, p) for n, m in survey.modules.items() for _, p in m.named_parameters(recurse=False)]
     names = {n.name for n in survey.graph.nodes if n.op == "parameter" and survey.readers[n.index]}
     read = {id(p) for name in names for p in [_parameter(survey, name)] if p is not None}
     busy = {place for name, p in own if id(p) in read for place in _and_above(name)}
@@ -221,7 +221,8 @@ def idle_modules(survey: Survey) -> tuple[str, ...]:
 
 def _parameter(survey: Survey, name: str) -> nn.Parameter | None:
     owner, _, own = name.rpartition(".")
-    return survey.modules[owner]._parameters.get(own) if owner in survey.modules else None
+    known = survey.modules[owner].named_parameters(recurse=False) if owner in survey.modules else ()
+    return next((p for n, p in known if n == own), None)
 
 
 def _and_above(name: str) -> list[str]:

@@ -28,7 +28,7 @@ _SMALLEST = 16  # rows and columns of a layer whose directions are measured
 
 
 class Look(enum.Enum):
-    """What layers look like."""
+    """What layers look like; few values look as any initialisation may leave them."""
 
     FRESH = "as initialised"
     TRAINED = "trained"
@@ -56,7 +56,8 @@ def look_of(layers: Sequence[Layer]) -> tuple[Look, str]:
     beyond = _beyond_bound(shown)
     if beyond > _BEYOND:
         return Look.TRAINED, f"their values lie evenly below a bound, but for some up to {beyond:.2g} times beyond it"
-    if _has_fresh_weights(shown) or _has_fresh_biases(shown):
+    few = sum(layer.weight.numel() for layer in shown) < _ENOUGH
+    if few or _has_fresh_weights(shown) or _has_fresh_biases(shown):
         return Look.FRESH, ""
     if any(layer.bias is not None for layer in shown) and not _is_normal(shown):
         return Look.TRAINED, "neither their values nor their biases are distributed as an initialisation leaves them"
@@ -137,7 +138,9 @@ def last_layers(names: Iterable[tuple[str, ...]], parameters: Mapping[str, Tenso
     for group in names:
         known = [(n, parameters[n]) for n in group if n in parameters]
         known = [(n, p) for n, p in known if not p.is_meta and not is_sharded(p)]
-        weight = next(((n, p) for n, p in known if p.ndim >= 2 and p.dtype.is_floating_point), None)
+        weight = next(
+            ((n, p) for n, p in known if p.ndim >= 2 and p.numel() > len(p) and p.dtype.is_floating_point), None
+        )
         bias = next((p for _, p in known if p.ndim == 1), None)
         if weight is not None:
             found.setdefault(weight[0], Layer(*weight, bias))

@@ -188,7 +188,7 @@ class History(Shown):
 
     def order(self) -> list[str]:
         """Names of the branches that switched on, earliest first; the larger ratio first where steps are equal."""
-        ratio = self.variance_ratio[-1].nan_to_num(0.0).tolist() if len(self) else [0.0] * len(self.branches)
+        ratio = self.newest("variance_ratio").nan_to_num(0.0).tolist() if len(self) else [0.0] * len(self.branches)
         on = [(step, -ratio[i], name) for i, (name, step) in enumerate(self.switched_on().items()) if step is not None]
         return [name for _, _, name in sorted(on)]
 

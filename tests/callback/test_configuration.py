@@ -99,7 +99,7 @@ def test_every_option_has_a_help_text(capsys: pytest.CaptureFixture[str]) -> Non
     for text in (
         "Globs on branch names; only these are touched",
         "Optimizer steps that a gate may sleep",
-        "Ablate every branch on a few validation batches",
+        "Close every branch in turn on a few validation batches",
         "Path of a page",
     ):
         assert text in " ".join(printed.split())

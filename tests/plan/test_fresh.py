@@ -41,7 +41,8 @@ def layers(fill: Callable[[Tensor], object], shape: tuple[int, int], bias: str) 
 def test_no_initialisation_looks_trained(name: str, shape: tuple[int, int], bias: str) -> None:
     torch.manual_seed(1)
     look, _ = look_of(layers(INITIALISATIONS[name], shape, bias))
-    known = bias != "none" or name in ("torch's own", "uniform")
+    few = 4 * shape[0] * shape[1] < 1000
+    known = bias != "none" or name in ("torch's own", "uniform") or few
     assert look is (Look.FRESH if known else Look.UNKNOWN)
 
 
@@ -73,11 +74,11 @@ def test_a_trained_network_without_norms_is_refused_and_keeps_every_bit(
 
 
 def test_where_nothing_tells_there_is_one_warning() -> None:
-    model = stack(Plain)
-    for block in list(model)[:-1]:
+    model = nn.Sequential(Plain(32), Plain(32))
+    for block in model:
         nn.init.normal_(block.f[2].weight, std=0.02)
         block.f[2].bias = None
-    plan = make_plan(model, torch.randn(4, 8))
+    plan = make_plan(model, torch.randn(4, 32))
     with pytest.warns(ResInitWarning, match="nothing in them tells") as found:
         apply_(model, plan)
     assert len(found) == 1
