@@ -48,9 +48,21 @@ def on_save_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
         for note in notes.values() if not full else ():
             note.update({BEFORE: {}} if BEFORE in note else {})
     state = state_of_ours(checkpoint)
+    if state is not None and not before and not notes:
+        before = _replaced(self)  # sharded strategies hand on no metadata; every rank comes here
     if state is not None and before:
         state[BEFORE] = before
     method_before(self, "on_save_checkpoint")(checkpoint)
+
+
+def _replaced(module: nn.Module) -> dict[str, Tensor]:
+    """What the module's own folding replaces in its state dict now."""
+    states = hang_plain_states(module)
+    active, states.active = states.active, False
+    try:
+        return folded_state(module, module.state_dict())[1]
+    finally:
+        states.active = active
 
 
 def on_load_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
