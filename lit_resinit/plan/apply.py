@@ -63,7 +63,8 @@ def apply_(model: nn.Module, plan: ResidualPlan, *, overwrite_trained: bool = Fa
         The model.
 
     Raises:
-        TrainedWeightsError: If a norm or scale of a block is no longer constant, the mark of training.
+        TrainedWeightsError: If a norm or scale of a block is no longer constant, the mark of training; in blocks that
+            have neither, if no initialisation leaves their last layers as they are.
         ResInitError: If the plan does not fit the model, or was applied already.
 
     Example:

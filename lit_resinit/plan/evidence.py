@@ -57,16 +57,16 @@ def _has_constants(branch: Branch) -> bool:
 
 
 def _check_last_layers(branches: Sequence[Branch], parameters: Mapping[str, Tensor]) -> None:
-    groups = [(g.parameter, *g.biases) if g.kind == "layer" else g.folds_into for b in branches for g in b.gates]
-    layers = last_layers(groups, parameters)
+    read = {(g.parameter, *g.biases) if g.kind == "layer" else g.folds_into: b for b in branches for g in b.gates}
+    layers = last_layers(read, parameters)
     look, measured = look_of(layers)
     if look is Look.TRAINED:
-        names = {layer.name: "" for layer in layers}
+        branch_of = {name: branch.name for names, branch in read.items() for name in names}
         raise TrainedWeightsError(
             f"closing {len(branches)} branches without norms and scales, {branches[0].name} first: expected last "
             f"layers as an initialisation leaves them; found of {layers[0].name} "
             f"and others like it that {measured}, which looks trained. {_WHAT_TO_DO}",
-            names,
+            {layer.name: branch_of[layer.name] for layer in layers},
         )
     if look is Look.UNKNOWN:
         warn(

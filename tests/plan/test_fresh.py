@@ -67,8 +67,9 @@ def test_a_trained_network_without_norms_is_refused_and_keeps_every_bit(
     model = fit(optimizer, rate)
     before = [p.clone() for p in model.parameters()]
     plan = make_plan(model, torch.randn(4, 64))
-    with pytest.raises(TrainedWeightsError, match="without norms and scales"):
+    with pytest.raises(TrainedWeightsError, match="without norms and scales") as found:
         apply_(model, plan)
+    assert found.value.report == {f"{i}.f.2.weight": str(i) for i in range(1, 5)}
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
     apply_(model, plan, overwrite_trained=True)
 
