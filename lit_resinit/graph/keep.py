@@ -12,7 +12,7 @@ import operator
 import random
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -128,6 +128,7 @@ class Kept:
         self._others: list[Any] = []  # functions without arguments that put one thing back
         self._empty: list[Any] = []
         self._apart = apart
+        self._keepers: dict[type, Callable[[Any], Iterable[Any]]] = {}
         with torch.no_grad():
             self._look(list(roots))
 
@@ -156,51 +157,70 @@ class Kept:
 
     def _look(self, stack: list[Any]) -> None:
         seen = {id(x) for x in self._apart}
+        empty = self._empty
         while stack and not (self._data and len(seen) > _MOST):
             value = stack.pop()
-            if id(value) not in seen:
-                seen.add(id(value))
-                found = [v for v in self._keep(value) if type(v) not in _ATOMS]
-                empty = [v for v in found if type(v) in _EMPTY and not v]
-                self._empty += empty
-                stack += [v for v in found if type(v) not in _EMPTY or v] if empty else found
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            for found in self._keep(value):
+                kind = type(found)
+                if kind in _EMPTY and not found:
+                    empty.append(found)
+                elif kind not in _ATOMS:
+                    stack.append(found)
 
-    def _keep(self, value: Any) -> Any:
+    def _keep(self, value: Any) -> Iterable[Any]:
         """Note one object, and return what is to be looked at next."""
-        if isinstance(value, nn.Module):
-            return self._keep_attributes(value)
-        if isinstance(value, dict | list | set | collections.deque):
-            return self._keep_container(value)
-        if isinstance(value, Tensor):
-            return self._keep_tensor(value)
-        if isinstance(value, tuple | frozenset):
-            return value if self._is_looked_into(value) else ()
-        if isinstance(value, types.FunctionType):  # what it remembers is its maker's
-            return self._keep_function(value) if self._data else ()
-        if isinstance(value, _CLOSED) or getattr(type(value), "outside_the_network", False):
-            return ()
-        if isinstance(value, types.MethodType):
-            return (value.__self__, value.__func__)
-        if isinstance(value, functools.partial):
-            return (value.func, value.args, value.keywords)
-        if self._keep_generator(value):
-            return ()
-        if _is_stream(value):
-            self.streams.append(type(value).__name__)
-            return ()
-        return self._keep_attributes(value)
+        kind = type(value)
+        if value.__class__ is not kind:  # a proxy, which is what it stands for
+            return self._keeper_of(value)(value)
+        if kind not in self._keepers:
+            self._keepers[kind] = self._keeper_of(value)
+        return self._keepers[kind](value)
 
-    def _keep_attributes(self, value: Any) -> Any:
+    def _keeper_of(self, value: Any) -> Callable[[Any], Iterable[Any]]:
+        """What notes objects of a kind."""
+        numpy = sys.modules.get("numpy")
+        if isinstance(value, nn.Module):
+            return self._keep_attributes
+        if isinstance(value, dict | list | set | collections.deque):
+            return self._keep_container
+        if isinstance(value, Tensor):
+            return self._keep_tensor
+        if isinstance(value, tuple | frozenset):
+            return self._keep_fixed
+        if isinstance(value, types.FunctionType):  # what it remembers is its maker's
+            return self._keep_function if self._data else _keep_nothing
+        if isinstance(value, _CLOSED) or getattr(type(value), "outside_the_network", False):
+            return _keep_nothing
+        if isinstance(value, types.MethodType):
+            return operator.attrgetter("__self__", "__func__")
+        if isinstance(value, functools.partial):
+            return operator.attrgetter("func", "args", "keywords")
+        if isinstance(value, torch.Generator | random.Random):
+            return self._keep_generator
+        if numpy is not None and isinstance(value, numpy.random.Generator | numpy.random.RandomState | numpy.ndarray):
+            return self._keep_numpy
+        return self._keep_stream if _is_stream(value) else self._keep_attributes
+
+    def _keep_stream(self, value: Any) -> Iterable[Any]:
+        self.streams.append(type(value).__name__)
+        return ()
+
+    def _keep_fixed(self, value: Any) -> Iterable[Any]:
+        return value if self._is_looked_into(value) else ()
+
+    def _keep_attributes(self, value: Any) -> Iterable[Any]:
         own = getattr(value, "__dict__", None)
-        slots = [n for c in type(value).__mro__ for n in _slots(c) if hasattr(value, n)]
-        if slots:
-            before = {n: getattr(value, n) for n in slots}
+        before: dict[str, Any] = {n: getattr(value, n) for n in _slots(value.__class__) if hasattr(value, n)}
+        if before:
             self._others.append(functools.partial(_set_all, value, before))
         if not isinstance(own, dict):
-            return before.values() if slots else ()
+            return before.values()
         before_own = dict(own)
         self._attributes.append((own, before_own))
-        return [*before_own.values(), *before.values()] if slots else before_own.values()
+        return [*before_own.values(), *before.values()] if before else before_own.values()
 
     def _keep_container(self, value: Any) -> Any:
         content = (
@@ -235,23 +255,30 @@ class Kept:
                 self._others.append(functools.partial(setattr, cell, "cell_contents", content))
         return found
 
-    def _keep_generator(self, value: Any) -> bool:
-        """Generators of random numbers, and numpy's arrays."""
-        numpy = sys.modules.get("numpy")
-        if isinstance(value, torch.Generator):
-            self._others.append(functools.partial(value.set_state, value.get_state()))
-        elif isinstance(value, random.Random):
-            self._others.append(functools.partial(value.setstate, value.getstate()))
-        elif numpy is not None and isinstance(value, numpy.random.Generator):
+    def _keep_generator(self, value: Any) -> Iterable[Any]:
+        read, write = (
+            (value.get_state, value.set_state)
+            if isinstance(value, torch.Generator)
+            else (value.getstate, value.setstate)
+        )
+        self._others.append(functools.partial(write, read()))
+        return ()
+
+    def _keep_numpy(self, value: Any) -> Iterable[Any]:
+        """Numpy's arrays and generators of random numbers."""
+        numpy = sys.modules["numpy"]
+        if isinstance(value, numpy.random.Generator):
             self._others.append(functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state))
-        elif numpy is not None and isinstance(value, numpy.random.RandomState):
+        elif isinstance(value, numpy.random.RandomState):
             self._others.append(functools.partial(value.set_state, value.get_state()))
-        elif numpy is not None and isinstance(value, numpy.ndarray):
-            if value.flags.writeable and not (self._data and value.size > _DATA):
-                self._others.append(functools.partial(numpy.copyto, value, value.copy()))
-        else:
-            return False
-        return True
+        elif value.flags.writeable and not (self._data and value.size > _DATA):
+            self._others.append(functools.partial(numpy.copyto, value, value.copy()))
+        return ()
+
+
+def _keep_nothing(value: Any) -> Iterable[Any]:
+    """It is nobody's state."""
+    return ()
 
 
 class _KeptTensor:
@@ -316,8 +343,12 @@ def _same_values(left: Tensor, right: Tensor, version: int) -> bool:
 
 def _equal(current: dict[str, Any], before: dict[str, Any]) -> bool:
     """Whether every name stands for the very object that it stood for."""
-    same = len(current) == len(before) and all(map(operator.is_, current.values(), before.values()))
-    return same and all(a is b or (not isinstance(a, Tensor) and a == b) for a, b in zip(current, before, strict=True))
+    if len(current) != len(before) or not all(map(operator.is_, current.values(), before.values())):
+        return False
+    names = zip(current, before, strict=True)
+    return all(map(operator.is_, current, before)) or all(
+        a is b or (not isinstance(a, Tensor) and a == b) for a, b in names
+    )
 
 
 def _refill(container: Any, content: Any) -> None:
@@ -346,8 +377,8 @@ def _set_all(value: Any, before: dict[str, Any]) -> None:
 @functools.cache
 def _slots(kind: type) -> tuple[str, ...]:
     """Names of attributes that instances hold outside their dictionary; none of classes written in C."""
-    found = vars(kind).get("__slots__", ())
-    names = (found,) if isinstance(found, str) else tuple(found)
+    found = [vars(c).get("__slots__", ()) for c in kind.__mro__]
+    names = [n for own in found for n in ((own,) if isinstance(own, str) else own)]
     return tuple(n for n in names if not n.startswith("__"))
 
 
