@@ -19,7 +19,8 @@ from lit_resinit.errors import (
 from lit_resinit.find.gates import Gate
 from lit_resinit.graph.where import Address as Address  # not public: pickles of models and plans name it here
 from lit_resinit.judge.gradients import check_gradients
-from lit_resinit.judge.identity import IdentityReport, check_identity
+from lit_resinit.judge.identity import check_identity
+from lit_resinit.judge.identity_report import IdentityReport
 from lit_resinit.judge.observe import observe
 from lit_resinit.judge.trial import Trial
 from lit_resinit.judge.verdicts import GradientReport

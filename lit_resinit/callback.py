@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lit_resinit.errors import NoBranchError, ResInitError, TraceError, warn
 from lit_resinit.graph.tensors import end_measuring
-from lit_resinit.judge.identity import IdentityReport
+from lit_resinit.judge.identity_report import IdentityReport
 from lit_resinit.judge.optimizers import check_optimizers, held_names, holds_gates, still_gates
 from lit_resinit.judge.trial import Finding, Phase, Trial
 from lit_resinit.judge.verdicts import GradientReport

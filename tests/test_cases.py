@@ -9,7 +9,7 @@ from torch import nn
 
 from benchmarks.cases.base import Case, as_tuple, load
 from lit_resinit import ResInitError, apply_, check_identity, make_plan, observe
-from lit_resinit.judge.identity import BranchIdentity, IdentityReport
+from lit_resinit.judge.identity_report import BranchIdentity, IdentityReport
 from lit_resinit.judge.verdicts import GradientReport
 from lit_resinit.judge.waking import Waking
 from lit_resinit.plan.values import Branch, ResidualPlan

@@ -16,7 +16,7 @@ from lit_resinit.graph.faults import Faults, in_words
 from lit_resinit.judge.behind import layers_inside
 from lit_resinit.judge.compare import Reader
 from lit_resinit.judge.gradients import check_gradients, judge_layers
-from lit_resinit.judge.identity import IdentityReport
+from lit_resinit.judge.identity_report import IdentityReport
 from lit_resinit.judge.probe import GradientProbe
 from lit_resinit.judge.verdicts import GateGradient, GradientReport
 from lit_resinit.plan.values import ResidualPlan, check_plan

@@ -15,7 +15,8 @@ from lit_resinit.graph.where import clean_name
 from lit_resinit.judge.backward import Errors
 from lit_resinit.judge.compare import Reader
 from lit_resinit.judge.flow import Flow
-from lit_resinit.judge.identity import IdentityProbe, IdentityReport
+from lit_resinit.judge.identity import IdentityProbe
+from lit_resinit.judge.identity_report import IdentityReport
 from lit_resinit.judge.seen import Seen
 from lit_resinit.plan.values import ResidualPlan
 

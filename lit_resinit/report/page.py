@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from lit_resinit.errors import ResInitError
-from lit_resinit.judge.identity import IdentityReport
+from lit_resinit.judge.identity_report import IdentityReport
 from lit_resinit.judge.verdicts import ALARMS, GradientReport
 from lit_resinit.plan.values import CONSTANT_SCHEMES, ResidualPlan
 from lit_resinit.report.attribution import attribution_data

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from lit_resinit import IdentityError, apply_, check_identity, make_plan
 from lit_resinit.graph.ops import base_name
-from lit_resinit.judge.identity import BranchIdentity, IdentityProbe, IdentityReport
+from lit_resinit.judge.identity import IdentityProbe
+from lit_resinit.judge.identity_report import BranchIdentity, IdentityReport
 
 X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
 
