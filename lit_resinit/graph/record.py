@@ -37,6 +37,15 @@ def _holds_tensor(argument: Any) -> bool:
     return any(isinstance(t, Tensor) for t in tree_iter(argument))
 
 
+def announce(
+    before_write: Callable[[Tensor], None], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Say which tensors an operation is about to write."""
+    for tensor in tree_iter(ops.written(func, args, kwargs)):
+        if isinstance(tensor, Tensor):
+            before_write(tensor)
+
+
 class _NotACopyError(Exception):
     """A copied network runs code of the original: a function kept as an attribute, which remembers the module."""
 
@@ -70,10 +79,9 @@ class Recorder(TorchDispatchMode):
         note_outputs: Whether to note what every call of a module returned.
         lot: What takes the place of single numbers that are drawn.
         original: The module that ``model`` is a copy of; where it runs instead, recording stops with an error.
-        only: Base names of the operations that are written down; all when None.
         listeners: Who hears of every operation, in this order.
         strange_is_data: Whether a tensor that is no parameter, no buffer and was not made here counts as data too.
-        before_write: Called with every tensor that an operation is about to write, also of those not written down.
+        before_write: Called with every tensor that an operation is about to write.
         faults: What becomes of an exception of ours; it passes on when None. From the first one kept on nothing is
             written down.
     """
@@ -87,7 +95,6 @@ class Recorder(TorchDispatchMode):
         note_outputs: bool = False,
         lot: float | None = None,
         original: nn.Module | None = None,
-        only: frozenset[str] | None = None,
         listeners: Sequence[Listener] = (),
         strange_is_data: bool = False,
         before_write: Callable[[Tensor], None] | None = None,
@@ -97,7 +104,7 @@ class Recorder(TorchDispatchMode):
         self._before_write = before_write
         self.faults = Faults(strict=True) if faults is None else faults
         self._strange_is_data = strange_is_data
-        self._only, self.listeners = only, list(listeners)
+        self.listeners = list(listeners)
         self._lot = lot
         self.names = module_names(model)
         self.graph = Graph(aliases=aliases(model, self.names))
@@ -136,10 +143,8 @@ class Recorder(TorchDispatchMode):
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device  # asked for several times in every operation
         if self._before_write is not None and ops.written_arguments(func):
-            self._announce(self._before_write, func, args, kwargs)
-        if is_not_forward(func) or (self._only is not None and ops.base_name(func) not in self._only):
-            return func(*args, **kwargs)
-        if self.faults.first is not None:
+            announce(self._before_write, func, args, kwargs)
+        if is_not_forward(func) or self.faults.first is not None:
             return func(*args, **kwargs)
         call = None
         with self.faults:
@@ -153,14 +158,6 @@ class Recorder(TorchDispatchMode):
                 for listener in self.listeners:
                     listener.after(call, args, kwargs, out)
         return out
-
-    @staticmethod
-    def _announce(
-        before_write: Callable[[Tensor], None], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        for tensor in tree_iter(ops.written(func, args, kwargs)):
-            if isinstance(tensor, Tensor):
-                before_write(tensor)
 
     def forget(self) -> None:
         """Let go of every tensor and listener; the graph stays."""

@@ -58,7 +58,7 @@ class Reader(Protocol):
 class AtAdditions(Listener):
     """Finds the planned additions among the operations of a forward, and lets readers measure there.
 
-    Used by a recorder, and by a mode that records nothing (:class:`lit_resinit.watch.Watcher`).
+    Used by a recorder, and by a mode that records nothing (:class:`lit_resinit.judge.tap.Tap`).
 
     Args:
         plan: The plan.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 import torch
@@ -25,20 +24,24 @@ from lit_resinit.graph.where import clean_name
 from lit_resinit.judge.compare import AtAdditions, Comparison, Peaks, Reader
 from lit_resinit.judge.identity_report import NOT_RUN, BranchIdentity, Cause, IdentityReport, StackIdentity
 from lit_resinit.judge.silenced import may_be_silenced, silenced
+from lit_resinit.judge.tap import Tap
 from lit_resinit.plan.evidence import check_untrained
 from lit_resinit.plan.make import as_arguments
 from lit_resinit.plan.values import CONSTANT_SCHEMES, Branch, ResidualPlan, check_plan
 
+# -------------------------------------------------------------------- measuring
+
 
 class IdentityProbe:
-    """Context manager around one forward, at whose planned additions every branch is compared with its skip.
+    """Context manager around one forward that is recorded: additions compared, and the size of every value measured.
+
+    So that the first non-finite operation can be named, and what an output depends on. Where only the additions matter
+    a :class:`~lit_resinit.judge.tap.Tap` is enough.
 
     Args:
         model: The model, with the plan applied.
         plan: The plan.
         inputs: Anything with tensors in it that counts as data.
-        values: Whether every operation is recorded and the size of every value measured, so that the first non-finite
-            operation can be named; else only what the verdicts need is: additions, and what rescales a stream.
         readers: Who else measures at the additions.
         before_write: Called with every tensor that an operation is about to write.
         faults: What becomes of an exception of ours; it passes on when None.
@@ -50,24 +53,15 @@ class IdentityProbe:
         plan: ResidualPlan,
         inputs: Any = (),
         *,
-        values: bool,
         readers: Sequence[Reader] = (),
         before_write: Callable[[Tensor], None] | None = None,
         faults: Faults | None = None,
     ) -> None:
         self.plan, self.comparison, self.peaks = plan, Comparison(plan), Peaks()
         self.additions = AtAdditions(plan, (self.comparison, *readers))
-        listeners = [self.additions, self.peaks] if values else [self.additions]
-        only = None if values else self.additions.kinds | ops.named(Does.NORMALISES | Does.REDUCES)
-        heard: dict[str, Any] = {
-            "only": only,
-            "listeners": listeners,
-            "before_write": before_write,
-            "faults": faults,
-        }
-        self.recorder = Recorder(model, inputs, strange_is_data=values, **heard)
-        named = model.named_parameters(remove_duplicate=False)
-        self.parameters: dict[str, Tensor] = {clean_name(n): p for n, p in named}
+        heard: dict[str, Any] = {"listeners": [self.additions, self.peaks], "before_write": before_write}
+        self.recorder = Recorder(model, inputs, strange_is_data=True, faults=faults, **heard)
+        self.parameters = _parameters(model)
 
     @property
     def graph(self) -> Graph:
@@ -83,32 +77,10 @@ class IdentityProbe:
 
     def identity(self) -> IdentityReport:
         """The verdicts, in one transfer from the device."""
-        self._gather_parameters()
-        with measuring():
-            measured, stacks = self.comparison.numbers()
-            broken = any(not math.isfinite(d) for d in measured.values())
-            origin = self._first_nonfinite() if broken else None
-            values = _Values(self.parameters)
-            rows = tuple(_verdict(b, measured.get(b.name), origin, values) for b in self.plan.active)
-        constant, trained = self.plan.scheme in CONSTANT_SCHEMES, self._trained({r.name for r in rows if r.cause})
-        return IdentityReport(rows, self._stacks(stacks), constant, trained)
-
-    def _trained(self, opened: set[str]) -> str:
-        """A parameter that looks trained, of the open branches of a network that is only observed."""
-        if self.plan.scheme != "observe":
-            return ""
-        try:
-            check_untrained([b for b in self.plan.active if b.name in opened], self.parameters)
-        except TrainedWeightsError as error:
-            return next(iter(error.report)) if isinstance(error.report, dict) else ""
-        return ""
-
-    def _gather_parameters(self) -> None:
-        """Sharded parameters that the verdicts need, as a whole; every rank has to come here."""
-        wanted = {n for b in self.plan.active for g in b.gates for n in (g.parameter, *g.biases)}
-        for name in wanted.union(*(b.factor for b in self.plan.active)):
-            if name in self.parameters:
-                self.parameters[name] = whole(self.parameters[name])
+        self.parameters |= _gathered(self.plan, self.parameters)
+        found = [n for n in self.graph.nodes if n.op == "norm" or ops.does(n.op, Does.REDUCES)]
+        rescaling = {n.op for n in found} | {self.graph.owner(n.index) for n in found}
+        return _report(self.plan, self.parameters, self.comparison, rescaling, self._first_nonfinite)
 
     def _first_nonfinite(self) -> str | None:
         """Module of the first operation that turned finite values into something else."""
@@ -116,29 +88,73 @@ class IdentityProbe:
         broken = (c for c in self.graph.calls if any(not math.isfinite(peaks.get(n, 0.0)) for n in c.outputs[:1]))
         return next((call.owner.split(".parametrizations")[0] for call in broken), None)
 
-    def _stacks(self, values: dict[str, tuple[float, ...]]) -> tuple[StackIdentity, ...]:
-        members: dict[str, list[Branch]] = {}
-        for b in self.plan.active:
-            members.setdefault(self.comparison.stack_of[b.name], []).append(b)
-        return tuple(self._stack(s, m, values.get(s, (math.nan,) * 3)) for s, m in members.items())
 
-    def _stack(self, stack: str, members: list[Branch], values: tuple[float, ...]) -> StackIdentity:
-        first, last = self.comparison.first[stack], self.comparison.last[stack]
-        after_last = self.plan.after_last.get(last, ())
-        gap, before, after = values
-        changed = tuple(dict.fromkeys([x for b in members[1:] for x in b.between] + list(after_last)))
-        rescaled = tuple(n for n in changed if n in self._rescaling)
-        growth = after / before if before else math.nan
-        return StackIdentity(first, last, gap == 0.0 and not after_last, gap, changed, growth, rescaled)
-
-    @functools.cached_property
-    def _rescaling(self) -> set[str]:
-        """Modules and operations that divide by a size of their input: norms, also those written out."""
-        found = [n for n in self.graph.nodes if n.op == "norm" or ops.does(n.op, Does.REDUCES)]
-        return {n.op for n in found} | {self.graph.owner(n.index) for n in found}
+def _parameters(model: nn.Module) -> dict[str, Tensor]:
+    return {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
 
 
 # -------------------------------------------------------------------- verdicts
+
+
+def _report(
+    plan: ResidualPlan,
+    parameters: dict[str, Tensor],
+    comparison: Comparison,
+    rescaling: Collection[str],
+    origin: Callable[[], str | None],
+) -> IdentityReport:
+    """The verdicts on what was compared.
+
+    Args:
+        plan: The plan.
+        parameters: By name, those that the verdicts need as a whole.
+        comparison: Skips and sums.
+        rescaling: Operations that divide by a size of their input, and modules that do.
+        origin: Finds the module that made values non-finite.
+    """
+    values = _Values(parameters)
+    with measuring():
+        measured, stacks = comparison.numbers()
+        first = origin() if any(not math.isfinite(d) for d in measured.values()) else None
+        rows = tuple(_verdict(b, measured.get(b.name), first, values) for b in plan.active)
+    trained = _trained(plan, parameters, {r.name for r in rows if r.cause})
+    return IdentityReport(rows, _stacks(plan, comparison, stacks, rescaling), plan.scheme in CONSTANT_SCHEMES, trained)
+
+
+def _gathered(plan: ResidualPlan, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters that the verdicts need, sharded ones as a whole; every rank has to come here."""
+    wanted = {n for b in plan.active for g in b.gates for n in (g.parameter, *g.biases)}
+    names = wanted.union(*(b.factor for b in plan.active)) & parameters.keys()
+    return {n: whole(parameters[n]) for n in sorted(names)}
+
+
+def _trained(plan: ResidualPlan, parameters: dict[str, Tensor], opened: set[str]) -> str:
+    """A parameter that looks trained, of the open branches of a network that is only observed."""
+    if plan.scheme != "observe":
+        return ""
+    try:
+        check_untrained([b for b in plan.active if b.name in opened], parameters)
+    except TrainedWeightsError as error:
+        return next(iter(error.report)) if isinstance(error.report, dict) else ""
+    return ""
+
+
+def _stacks(
+    plan: ResidualPlan, comparison: Comparison, values: dict[str, tuple[float, ...]], rescaling: Collection[str]
+) -> tuple[StackIdentity, ...]:
+    members: dict[str, list[Branch]] = {}
+    for b in plan.active:
+        members.setdefault(comparison.stack_of[b.name], []).append(b)
+    found = []
+    for stack, inside in members.items():
+        first, last = comparison.first[stack], comparison.last[stack]
+        after_last = plan.after_last.get(last, ())
+        gap, before, after = values.get(stack, (math.nan,) * 3)
+        changed = tuple(dict.fromkeys([x for b in inside[1:] for x in b.between] + list(after_last)))
+        rescaled = tuple(n for n in changed if n in rescaling)
+        growth = after / before if before else math.nan
+        found.append(StackIdentity(first, last, gap == 0.0 and not after_last, gap, changed, growth, rescaled))
+    return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -233,18 +249,17 @@ def check_identity(
     arguments = as_arguments(args)
     with no_collection(), keep_rng(), keep_state(model, announced=True) as kept, torch.no_grad(), eager():
         model.train()
-
-        def report(*, values: bool) -> tuple[IdentityReport, Any, IdentityProbe]:
-            inputs = (arguments, kwargs)
-            probe = IdentityProbe(model, plan, inputs, values=values, before_write=kept.before_write)
-            with keep_rng(), probe:
-                output = model(*arguments, **(kwargs or {}))
-            return probe.identity(), output, probe
-
-        found, output, probe = report(values=False)
+        comparison = Comparison(plan)
+        tap = Tap(model, AtAdditions(plan, (comparison,)), before_write=kept.before_write, notes_rescaling=True)
+        with keep_rng(), tap:
+            output = model(*arguments, **(kwargs or {}))
+        parameters = _parameters(model)
+        found = _report(plan, parameters | _gathered(plan, parameters), comparison, tap.rescaling, lambda: None)
         broken = any(b.cause == "nonfinite branch" for b in found.branches)
-        if broken or may_be_silenced(output):
-            everything, output, probe = report(values=True)
-            names = silenced(probe.recorder, plan, probe.parameters, output)
-            found = dataclasses.replace(everything if broken else found, silenced=names)
-        return found
+        if not broken and not may_be_silenced(output):
+            return found
+        probe = IdentityProbe(model, plan, (arguments, kwargs), before_write=kept.before_write)
+        with keep_rng(), probe:
+            output = model(*arguments, **(kwargs or {}))
+        names = silenced(probe.recorder, plan, probe.parameters, output)
+        return dataclasses.replace(probe.identity() if broken else found, silenced=names)

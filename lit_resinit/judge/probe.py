@@ -32,7 +32,7 @@ class GradientProbe:
         readers: Sequence[Reader] = (),
         faults: Faults | None = None,
     ) -> None:
-        self._forward = IdentityProbe(model, plan, inputs, values=True, readers=readers, faults=faults)
+        self._forward = IdentityProbe(model, plan, inputs, readers=readers, faults=faults)
         self._errors = Errors(model, self._forward.recorder)
         self._forward.recorder.listeners.insert(0, self._errors)
         self._model = model

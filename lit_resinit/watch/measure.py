@@ -6,15 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lit_resinit.graph import ops
 from lit_resinit.graph.faults import Faults
-from lit_resinit.graph.tensors import is_not_forward, mean_and_variance, measuring
-from lit_resinit.graph.values import Graph
-from lit_resinit.graph.where import locate, module_names
+from lit_resinit.graph.tensors import mean_and_variance, measuring
 from lit_resinit.judge.compare import Addition, AtAdditions
+from lit_resinit.judge.tap import Tap
 from lit_resinit.plan.values import ResidualPlan
 
 
@@ -61,7 +57,7 @@ class Measured:
         return count, mean, variance
 
 
-class Watcher(TorchDispatchMode):
+class Watcher:
     """Context manager that measures stream and branch at every planned addition of one forward.
 
     It records nothing: operations other than the planned kinds of addition pass untouched; a backward pass inside is
@@ -81,30 +77,15 @@ class Watcher(TorchDispatchMode):
         measured: Measured | None = None,
         faults: Faults | None = None,
     ) -> None:
-        super().__init__()
-        self._faults = Faults(strict=True) if faults is None else faults
-        self._names = module_names(model)
         self._measured = Measured(plan) if measured is None else measured
-        self._additions = AtAdditions(plan, (self._measured,))
+        self._tap = Tap(model, AtAdditions(plan, (self._measured,)), faults=faults)
 
     def __enter__(self) -> Watcher:
-        self._additions.start(Graph())
-        return super().__enter__()  # type: ignore[no-any-return]
+        self._tap.__enter__()
+        return self
 
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if ops.base_name(func) not in self._additions.kinds or is_not_forward(func):
-            return func(*args, **kwargs)
-        if self._faults.first is None:
-            with self._faults:
-                self._additions.begin(*locate(self._names, 2), func, args, kwargs)
-        out = func(*args, **kwargs)
-        if self._faults.first is None:
-            with self._faults:
-                self._additions.end(out)
-        return out
+    def __exit__(self, *exc: Any) -> None:
+        self._tap.__exit__(*exc)
 
     def moments(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """(count, mean, variance) of stream and branch, ``(2 * branches,)`` each; empties what was collected."""

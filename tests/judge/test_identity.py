@@ -8,8 +8,7 @@ from networks import WIDTH, ConvBlock, InPlace, NormLast, Plain, PostNorm, PreNo
 from torch import Tensor, nn
 
 from lit_resinit import IdentityError, apply_, check_identity, make_plan
-from lit_resinit.graph.ops import base_name
-from lit_resinit.judge.identity import IdentityProbe
+from lit_resinit.graph.record import Recorder
 from lit_resinit.judge.identity_report import BranchIdentity, IdentityReport
 
 X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -274,13 +273,14 @@ def test_compiled_model_is_checked_uncompiled() -> None:
 # -------------------------------------------------------------------- cost
 
 
-def test_only_additions_and_norms_are_recorded_without_values() -> None:
+def test_nothing_is_recorded_where_every_branch_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(PreNorm(), PreNorm())
     plan = make_plan(model, X)
-    probe = IdentityProbe(model, plan, (X,), values=False)
-    with torch.no_grad(), probe:
-        model(X)
-    assert [base_name(call.func) for call in probe.graph.calls] == ["native_layer_norm", "add"] * 2
+    apply_(model, plan)
+    recorded = []
+    monkeypatch.setattr(Recorder, "begin", lambda *call: recorded.append(call))
+    assert check_identity(model, plan, X).ok
+    assert recorded == []
 
 
 def test_checking_lets_go_of_every_activation() -> None:

@@ -53,7 +53,7 @@ STAGES = (  # where the fault is put
     "judge.waking.gradient_sizes",
     "watch.measure.Measured.before",
     "watch.measure.Measured.moments",
-    "watch.measure.locate",
+    "judge.tap.locate",
     "watch.watching.Watcher.__enter__",
     "watch.watching.gate_statistics",
     "watch.watching.record",
