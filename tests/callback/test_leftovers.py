@@ -159,6 +159,7 @@ trainer(sys.argv[1], ResidualInit(), saving, Slow(), **options).fit(Classifier(s
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes(tmp_path: Path) -> None:
     last = tmp_path / "last.ckpt"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

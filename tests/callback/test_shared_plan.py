@@ -12,6 +12,9 @@ import torch
 HERE = Path(__file__).parent
 
 
+pytestmark = pytest.mark.ranks
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plans")
