@@ -135,6 +135,13 @@ def mean_and_variance(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return mean, (squares + counts * (means - mean).square()).sum() / counts.sum()
 
 
+def means_and_variances(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and population variance of each row of a tensor, as :func:`mean_and_variance` has them of a whole one."""
+    wide = as_wide(rows).flatten(1)
+    mean = wide.mean(1)
+    return mean, torch.linalg.vector_norm(wide - mean[:, None], dim=1).square() / wide.shape[1]
+
+
 def _sum_of_squares(wide: Tensor) -> tuple[Tensor, Tensor, int]:
     """Mean, sum of squared deviations from it, and count."""
     mean = wide.mean()

@@ -41,8 +41,12 @@ class AddressBook:
 
     def next(self, block: str, line: str, op: str) -> Address:
         """The address of the operation that runs now."""
+        return Address(block, line, op, self.count(block, line, op))
+
+    def count(self, block: str, line: str, op: str) -> int:
+        """How many of its kind ran there before the operation that runs now."""
         count = self._counts[block, line, op] = self._counts.get((block, line, op), -1) + 1
-        return Address(block, line, op, count)
+        return count
 
 
 def module_names(model: nn.Module) -> dict[int, str]:

@@ -16,7 +16,7 @@ from lit_resinit.graph import ops
 from lit_resinit.graph.record import Listener
 from lit_resinit.graph.tensors import as_wide, in_parts, local, mean_and_variance, measuring, peak_of, to_host
 from lit_resinit.graph.values import Call, Graph, Node
-from lit_resinit.graph.where import AddressBook
+from lit_resinit.graph.where import Address, AddressBook
 from lit_resinit.plan.values import Branch, ResidualPlan
 
 # -------------------------------------------------------------------- at the additions
@@ -72,7 +72,7 @@ class AtAdditions(Listener):
     def __init__(self, plan: ResidualPlan, readers: Sequence[Reader]) -> None:
         self.kinds = frozenset(b.address.op for b in plan.branches)
         self.calls: dict[str, int] = {}
-        self._planned = {b.address: (i, b) for i, b in enumerate(plan.branches)}
+        self._planned = {_place(b.address): (i, b) for i, b in enumerate(plan.branches)}
         self._readers = readers
         self._book = AddressBook()
         self._graph = Graph()
@@ -95,12 +95,14 @@ class AtAdditions(Listener):
 
     def begin(self, owner: str, line: str, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An operation is about to run."""
-        found = self._planned.get(self._book.next(owner, line, ops.base_name(func)))
+        op = ops.base_name(func)
+        found = self._planned.get((owner, line, op, self._book.count(owner, line, op)))
         if found is None:
             self._running = None
             return
         index, branch = found
-        tensors = [local(a) for a in tree_iter((args, kwargs)) if isinstance(a, Tensor)]
+        flat = args if not kwargs and branch.stacked is None else tree_iter((args, kwargs))
+        tensors = [local(a) for a in flat if isinstance(a, Tensor)]
         if branch.stacked is not None:
             with measuring():
                 tensors = list(tensors[0].unbind(branch.stacked))
@@ -118,6 +120,10 @@ class AtAdditions(Listener):
             with measuring():
                 for reader in self._readers:
                     reader.after(running, local(out).detach())
+
+
+def _place(address: Address) -> tuple[str, str, str, int]:
+    return address.block, address.line, address.op, address.count
 
 
 class Comparison:

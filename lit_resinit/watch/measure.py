@@ -8,19 +8,29 @@ import torch
 from torch import Tensor, nn
 
 from lit_resinit.graph.faults import Faults
-from lit_resinit.graph.tensors import mean_and_variance, measuring
+from lit_resinit.graph.tensors import mean_and_variance, means_and_variances, measuring
 from lit_resinit.judge.compare import Addition, AtAdditions
 from lit_resinit.judge.tap import Tap
 from lit_resinit.plan.values import ResidualPlan
 
+_SMALL = 2**16  # elements up to which copying a tensor costs less than measuring it by itself
+_MOST = 2**20  # elements that wait at a time
+
 
 class Measured:
-    """What was measured of stream and branch at the planned additions, left on the device until :meth:`moments`."""
+    """What was measured of stream and branch at the planned additions, left on the device until :meth:`moments`.
+
+    Small tensors wait, as copies, to be measured many at a time: each operation on a small tensor is mostly its call.
+    Where a branch runs several times, the last run counts.
+    """
 
     def __init__(self, plan: ResidualPlan) -> None:
-        self._size = len(plan.branches)
+        self._size = 2 * len(plan.branches)
         self._stream: Tensor | None = None
-        self._seen: dict[int, list[tuple[Tensor, Tensor, int]]] = {}  # branch -> (mean, variance, count) twice
+        self._waiting: dict[int, Tensor] = {}  # by position: twice that of the branch, and one more for its output
+        self._elements = 0  # of those
+        self._alone: dict[int, tuple[Tensor, Tensor, int]] = {}  # mean, variance, count
+        self._together: list[tuple[list[int], Tensor, Tensor, int | tuple[int, ...]]] = []
 
     def before(self, addition: Addition) -> None:
         """Measure while both summands are as they were."""
@@ -36,24 +46,43 @@ class Measured:
             self._measure(addition.index, stream, out - stream)
 
     def _measure(self, index: int, stream: Tensor, branch: Tensor) -> None:
-        rows = self._seen.setdefault(index, [])
-        for tensor in (stream, branch):
-            mean, variance = mean_and_variance(tensor)
-            rows.append((mean, variance, tensor.numel()))
+        for position, tensor in ((2 * index, stream), (2 * index + 1, branch)):
+            if type(tensor) is Tensor and 0 < tensor.numel() <= _SMALL:
+                self._alone.pop(position, None)
+                self._waiting[position] = tensor.detach().clone()
+                self._elements += tensor.numel()
+            else:
+                self._waiting.pop(position, None)
+                self._alone[position] = *mean_and_variance(tensor), tensor.numel()
+        if self._elements > _MOST:
+            self._measure_waiting()
+
+    def _measure_waiting(self) -> None:
+        alike: dict[tuple[Any, ...], dict[int, Tensor]] = {}
+        for position, tensor in self._waiting.items():
+            alike.setdefault((tensor.shape, tensor.dtype, tensor.device), {})[position] = tensor
+        self._waiting, self._elements = {}, 0
+        for tensors in alike.values():
+            rows = torch.stack(list(tensors.values()))
+            self._together.append((list(tensors), *means_and_variances(rows), rows[0].numel()))
 
     def moments(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """(count, mean, variance) of stream and branch, ``(2 * branches,)`` each; empties what was collected."""
-        seen, self._seen = self._seen, {}
-        if not seen:
-            return None
-        device = next(iter(seen.values()))[0][0].device
         with measuring():
-            count, mean, variance = (torch.zeros(2 * self._size, device=device) for _ in range(3))
-            index = torch.tensor([2 * i + j for i in seen for j in (0, 1)], device=device)
-            rows = [row for pair in seen.values() for row in pair[-2:]]
-            count[index] = torch.tensor([float(n) for _, _, n in rows], device=device)
-            mean[index] = torch.stack([m.to(mean) for m, _, _ in rows])
-            variance[index] = torch.stack([v.to(variance) for _, v, _ in rows])
+            self._measure_waiting()
+            alone, together = self._alone, self._together
+            self._alone, self._together = {}, []
+            if alone:
+                means, variances, counts = zip(*alone.values(), strict=True)
+                columns = [torch.stack([x.to(c[0]) for x in c]) for c in (means, variances)]
+                together.append((list(alone), columns[0], columns[1], counts))  # newer than what waited
+            if not together:
+                return None
+            count, mean, variance = (torch.zeros(self._size, device=together[0][1].device) for _ in range(3))
+            for positions, means_, variances_, counts_ in together:
+                index = torch.tensor(positions, device=count.device)
+                count[index] = torch.as_tensor(counts_, dtype=count.dtype, device=count.device)
+                mean[index], variance[index] = means_.to(mean), variances_.to(variance)
         return count, mean, variance
 
 
