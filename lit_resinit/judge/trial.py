@@ -21,10 +21,10 @@ from lit_resinit.graph.where import clean_name
 from lit_resinit.judge.behind import in_words as layers_in_words
 from lit_resinit.judge.behind import silent_layers
 from lit_resinit.judge.compare import Reader
-from lit_resinit.judge.gradients import SLOW
 from lit_resinit.judge.identity import IdentityReport
 from lit_resinit.judge.observe import Observation
 from lit_resinit.judge.optimizers import STEPS_TO_MOVE, has_rate, not_moved
+from lit_resinit.judge.steep import SLOW
 from lit_resinit.judge.verdicts import GateGradient, GradientReport
 from lit_resinit.judge.waking import Waking, until_stepped, until_unfrozen
 from lit_resinit.plan.values import ResidualPlan

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from lit_resinit import GradientError, check_gradients, make_plan, observe
-from lit_resinit.judge.gradients import EXPLODING
+from lit_resinit.judge.steep import EXPLODING
 
 # -------------------------------------------------------------------- alive and asleep
 
