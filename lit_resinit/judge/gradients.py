@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
@@ -91,7 +91,14 @@ def check_gradients(model: nn.Module, plan: ResidualPlan, flow: Flow | None = No
         {'alive'}
     """
     check_plan(model, plan)
-    step = Step.of(model, plan, flow)
+    return judge_step(model, plan, flow)
+
+
+def judge_step(
+    model: nn.Module, plan: ResidualPlan, flow: Flow | None = None, known: Sequence[Judged] = ()
+) -> GradientReport:
+    """The verdicts of one step: on what the plan has, and on what earlier steps have found besides."""
+    step = Step.of(model, plan, flow, known)
     verdicts = {j.name: verdict(Case(step, j)) for j in step.judged}
     steep.mark_exploding(step, verdicts)
     nonfinite.mark_origin(step, verdicts)
@@ -99,6 +106,8 @@ def check_gradients(model: nn.Module, plan: ResidualPlan, flow: Flow | None = No
         own, gate = verdicts[judged.name], verdicts[judged.gate]
         if judged.role == "bias" and gate.status == "alive" and own.status == "dead":
             verdicts[judged.name] = harmless(own, judged.gate)
+    if all(v.status != "nonfinite" for v in verdicts.values()):
+        verdicts |= {case.name: verdict(case) for case in nonfinite.poisoned_layers(step)}
     if flow is not None:
         verdicts |= {v.parameter: v for v in shut_branches(plan, flow, step.resting)}
     return GradientReport(verdicts)

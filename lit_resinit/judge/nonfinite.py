@@ -7,7 +7,7 @@ import math
 
 from lit_resinit.graph import ops
 from lit_resinit.judge.cures import DIVIDE, LET_PASS, TRUE_GRADIENT, close_behind
-from lit_resinit.judge.step import Case, Step
+from lit_resinit.judge.step import Case, Judged, Step
 from lit_resinit.judge.verdicts import GateGradient, Words
 
 
@@ -65,8 +65,22 @@ def from_an_operation(case: Case) -> Words:
         f"{seen.spelled(place)} turns a finite error into NaN or inf: guard the argument of the operation, not its "
         "result (its unselected branch still runs backward), or keep away from the point where it has no slope"
     )
-    remedy = TRUE_GRADIENT if place in seen.python else (DIVIDE if divides else "") + close_behind(case)
-    return Words(cause, source=seen.source(place), remedy=remedy)
+    usual = "" if case.judged.role == "layer" else (DIVIDE if divides else "") + close_behind(case)
+    return Words(cause, source=seen.source(place), remedy=TRUE_GRADIENT if place in seen.python else usual)
+
+
+def poisoned_layers(step: Step) -> list[Case]:
+    """Parameters other than the judged ones whose gradient is NaN or inf; of those that were seen, the origin's.
+
+    The optimizer's step puts it into them, and one forward later it is everywhere.
+    """
+    judged = {j.name for j in step.judged}
+    names = [n for n, s in step.sizes.items() if n not in judged and not math.isfinite(s)]
+    cases = [Case(step, Judged(name, "", "layer", name)) for name in names]
+    if step.flow is None:
+        return cases
+    last = {case.name: max(case.flow.origins_of(case.edges), default=math.inf) for case in cases}
+    return [case for case in cases if last[case.name] == max(last.values())]
 
 
 def mark_origin(step: Step, verdicts: dict[str, GateGradient]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
@@ -67,11 +67,12 @@ class Step:
     moving: set[str]
 
     @staticmethod
-    def of(model: nn.Module, plan: ResidualPlan, flow: Flow | None) -> Step:
-        """The step whose gradients the model holds."""
+    def of(model: nn.Module, plan: ResidualPlan, flow: Flow | None, known: Sequence[Judged] = ()) -> Step:
+        """The step whose gradients the model holds; what earlier steps judged is judged again."""
         parameters = {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
         sizes = gradient_sizes(parameters)
         judged = judged_parameters(plan)
+        judged += [j for j in known if j.name not in {p.name for p in judged}]
         if flow is not None:
             sizes |= {n: h.kept for n, h in flow.seen.hooked.items() if h.used}
             judged = _with_hidden(judged, plan, flow)
@@ -99,7 +100,7 @@ def _with_hidden(judged: list[Judged], plan: ResidualPlan, flow: Flow) -> list[J
 
 
 def _is_zero(flow: Flow, name: str, size: float) -> bool:
-    return size == 0.0 or flow.is_noise(flow.edges.get(name, []), size)
+    return size == 0.0 or flow.is_noise(name, flow.edges.get(name, []), size)
 
 
 def _moving(flow: Flow, parameters: dict[str, nn.Parameter], sizes: dict[str, float]) -> set[str]:

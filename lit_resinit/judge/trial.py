@@ -286,7 +286,7 @@ class Trial:
         """The verdicts on the step under observation, where its backward ran."""
         if self._observation is None or not self._observation.saw_backward:
             return None
-        self._observation.finish(self._layers.silent)
+        self._observation.finish(self._layers.silent, () if self._waking is None else self._waking.hidden())
         self._layers.learn(self._observation.inside, self._observation.layers)
         fault = self._observation.faults.first
         self._faults.note(fault)

@@ -45,7 +45,7 @@ STAGES = (  # where the fault is put
     "judge.probe.GradientProbe.__enter__",
     "judge.probe.Flow.__init__",
     "judge.links.Links.reasons",
-    "judge.observe.check_gradients",
+    "judge.observe.judge_step",
     "judge.trial.not_moved",
     "judge.waking.Waking.before_backward",
     "judge.waking.Waking.step",
