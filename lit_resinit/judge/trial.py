@@ -21,7 +21,7 @@ from lit_resinit.judge.compare import Reader
 from lit_resinit.judge.findings import Finding, act, advice, changed_streams, far_off, still_frozen
 from lit_resinit.judge.identity import IdentityReport
 from lit_resinit.judge.observe import Observation
-from lit_resinit.judge.optimizers import STEPS_TO_MOVE, has_rate, not_moved
+from lit_resinit.judge.optimizers import STEPS_TO_MOVE, has_rate, not_moved, to_move
 from lit_resinit.judge.outlive import KeptGraphs
 from lit_resinit.judge.ranks import Agree, alone, any_rank, of_any_rank
 from lit_resinit.judge.verdicts import GradientReport
@@ -275,7 +275,7 @@ class Trial:
         report = until_unfrozen(report, self.model) if self._unfreezes else report
         report = until_stepped(report, held) if held is not None else report
         self._waking = waking = Waking(report, self._patience)
-        self._alive = {n for n, g in report.gates.items() if g.status == "alive"}
+        self._alive = to_move(report)
         if self._slept:  # a run that was resumed: this is one more look at those that slept before
             slept, self._slept = self._slept, {}
             report = self._safely(lambda: waking.resume(self.model, slept), report)

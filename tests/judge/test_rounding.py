@@ -70,3 +70,18 @@ def test_a_small_gradient_ends_alive(build: type[Scaled], head: bool) -> None:
     assert [text for text in said if "slow start" not in text] == []
     assert {g.status for g in loop.trial.gradients.gates.values()} == {"alive"}
     assert loop.phases == ["AWAKE"] * 4
+
+
+class Lost(Scaled):
+    """A gradient so small that the optimizer's step is below every number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1e-20 * (1e-20 * self.scale) * self.f(x)
+
+
+def test_no_optimizer_is_blamed_for_a_step_that_no_number_holds() -> None:
+    loop = Loop(stack(lambda: Lost(value=0.0)), scheme="observe", lr=1e-6)
+    said = [f.message for _ in range(6) for f in loop.step()]
+    assert loop.net[0].scale.grad.abs() > 0.0
+    assert loop.net[0].scale == 0.0
+    assert [text for text in said if "has not moved" in text] == []
