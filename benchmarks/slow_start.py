@@ -30,7 +30,7 @@ from torch.nn.functional import cross_entropy
 from benchmarks.data import Batches, digits
 from benchmarks.report import RESULTS, Row, origin, publish, table
 from lit_resinit import make_plan, observe
-from lit_resinit.judge.gradients import SLOW
+from lit_resinit.judge.steep import SLOW
 
 WIDTH, BLOCKS, BATCH = 32, 4, 128
 SLOPES = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)

@@ -27,6 +27,7 @@ from lit_resinit.graph.record import Listener, Recorder
 from lit_resinit.graph.tensors import local, measuring, peak_of, to_host
 from lit_resinit.graph.values import Call, Graph, Node
 from lit_resinit.graph.where import clean_name, user_line
+from lit_resinit.judge.hooked import HookedParameters
 from lit_resinit.judge.seen import Hooked
 
 _LEAVES_OUT = Does.MERGES | Does.PICKS | Does.CUTS | Does.MULTIPLIES
@@ -45,7 +46,7 @@ class Errors(Listener):
         self.written: dict[tuple[int, int | str], str] = {}
         self.applied: dict[int, str] = {}
         self.python: dict[int, str] = {}
-        self.hooked = HookedParameters(self)
+        self.hooked = HookedParameters(self.push, self.keep, self.faults)
         self._functions: dict[int, tuple[Any, int]] = {}
         self._windows: dict[int, _Window] = {}
         self._eager = contextlib.ExitStack()
@@ -243,52 +244,6 @@ class Arrived:
     halved: frozenset[tuple[int, int | str]]
 
 
-class HookedParameters:
-    """What the user's hooks on parameters make of their gradients, which no operation knows of."""
-
-    def __init__(self, errors: Errors) -> None:
-        self._push, self._keep, self._faults = errors.push, errors.keep, errors.faults
-        self._hooked: dict[str, tuple[Tensor, int, str]] = {}
-        self.sizes: dict[str, Tensor | None] = {}  # before an optimizer in the backward moves them
-        self._sums: dict[str, Tensor] = {}
-        self._accumulations: dict[int, Any] = {}
-        self._kept: list[tuple[str, int, int]] = []
-
-    def watch(self, name: str, parameter: Tensor, accumulation: Any, grad: Tensor) -> None:
-        """Measure a gradient before and after the hooks on its parameter."""
-        before, after = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
-        hooks = [*(before or {}).values(), *(after or {}).values()]
-        if hooks and name not in self._hooked:
-            self._hooked[name] = parameter, parameter._version, ", ".join(dict.fromkeys(map(line_of, hooks)))
-            self.sizes[name] = peak_of(parameter)
-        if hooks and id(accumulation) not in self._accumulations:
-            self._accumulations[id(accumulation)] = accumulation
-            self._keep(accumulation.register_prehook(functools.partial(self._note_kept, name)))
-        if before:
-            part = local(grad)
-            self._sums[name] = self._sums[name] + part if name in self._sums else part.clone()
-
-    def _note_kept(self, name: str, grads: tuple[Tensor | None, ...]) -> None:
-        with self._faults, measuring():
-            kept = [p for g in grads if g is not None and (p := peak_of(g)) is not None]
-            sent = peak_of(self._sums.pop(name)) if name in self._sums else None
-            self._kept += [(name, self._push(sent if sent is not None else k), self._push(k)) for k in kept]
-
-    def numbers(self, errors: list[float]) -> dict[str, Hooked]:
-        """What was sent and what was kept, given the sizes of all errors."""
-        hooked: dict[str, Hooked] = {}
-        for name, sent, kept in self._kept:
-            parameter, version, source = self._hooked[name]
-            used = parameter.grad is None or parameter._version != version
-            earlier = hooked.get(name, Hooked(0.0, 0.0, used, source))  # of a backward before this one
-            hooked[name] = Hooked(earlier.sent + errors[sent], earlier.kept + errors[kept], used, source)
-        return hooked
-
-    def forget(self) -> None:
-        """Let go of every tensor."""
-        self._hooked, self.sizes, self._sums, self._accumulations = {}, {}, {}, {}
-
-
 class _Window(TorchDispatchMode):
     """Sees what the backward of one function written in Python runs.
 
@@ -433,11 +388,3 @@ def _is_everywhere(error: Tensor) -> Tensor:
 
 def _tensors(out: Any) -> list[Tensor]:
     return [t for t in (out if isinstance(out, list | tuple) else (out,)) if isinstance(t, Tensor)]
-
-
-def line_of(function: Any) -> str:
-    """``file.py:line`` where a function is defined; its name where it is not written in Python."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-    return repr(function) if code is None else f"{code.co_filename}:{code.co_firstlineno}"

@@ -12,6 +12,7 @@ from lit_resinit.graph.values import Graph, Node
 
 _BUFFER = "<buffer "
 _FIXED = ("<constant>", _BUFFER)  # what neither training, data, draws nor counters change
+_ROUNDING = 4 * 2.0**-23  # of the largest term: what is left of two in float32 that cancel
 
 
 class Explained:
@@ -33,6 +34,9 @@ class Explained:
         for node in graph.nodes:
             self._zero.append(self._is_zero(node))
             self._moves.append(not self._zero[-1] and self._is_moved(node))
+        self._rounding: dict[int, int] = {}  # values that are what rounding left, and where
+        for node in graph.nodes:
+            self._note_rounding(node)
 
     def moves(self, node: int) -> bool:
         """Whether a value that is not zero depends on data, draws or counters."""
@@ -44,6 +48,15 @@ class Explained:
         if known is None and ops.does(self.graph.nodes[node].op, Does.COPIES):
             return self.value(self.graph.nodes[node].inputs[0])
         return known
+
+    @property
+    def rounds(self) -> bool:
+        """Whether any value is what rounding left."""
+        return bool(self._rounding)
+
+    def rounding(self, node: int) -> int | None:
+        """Where the terms cancelled of which a value is what rounding left; None for any other value."""
+        return self._rounding.get(node)
 
     def nan_maker(self, call: int) -> int | None:
         """The operation of the forward that made the NaN which an operation read, if it read one."""
@@ -141,6 +154,28 @@ class Explained:
             return []
         nodes = self.graph.nodes
         return [i for i in node.inputs if nodes[i].data or nodes[i].learned] or list(node.inputs)
+
+    def _note_rounding(self, node: Node) -> None:
+        """A sum that is far smaller than its terms is rounding, and what is zero where it is zero is so too."""
+        if self._zero[node.index] or not node.data:
+            return
+        if node.op in ("add", "shift") and node.call >= 0:
+            size, terms = self.value(node.index), [self._size(i) for i in node.inputs]
+            terms += [abs(node.number)] if node.op == "shift" and node.number is not None else []
+            if size and len(terms) > 1 and None not in terms and size <= _ROUNDING * max(t or 0.0 for t in terms):
+                self._rounding[node.index] = node.call
+        if node.index not in self._rounding and self._rounding:
+            sources = zero_sources(self.graph, node, lambda i: self._zero[i] or i in self._rounding)
+            places = [self._rounding[i] for i in sources if i in self._rounding]
+            self._rounding |= {node.index: places[0]} if places else {}
+
+    def _size(self, node: int) -> float | None:
+        """The value of a node, of a multiple of one too, which is not measured inside of an operation."""
+        known, record = self.value(node), self.graph.nodes[node]
+        if known is not None or record.op != "scale" or record.number is None:
+            return known
+        size = self._size(record.inputs[0])
+        return None if size is None else abs(record.number) * size
 
     def _is_zero(self, node: Node) -> bool:
         known = self.value(node.index)

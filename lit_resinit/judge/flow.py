@@ -55,7 +55,7 @@ class Flow:
             self.state[call], self.reasons[call] = "zero", (Reason("hook", call),)
         elif error == 0.0:
             self.state[call], self.reasons[call] = "zero", self.reasons_of(call, edges) or (Reason("data", call),)
-        elif self.is_noise(edges, error):
+        elif self.is_noise(call, edges, error):
             self.state[call], self.reasons[call] = "noise", self.reasons_of(call, edges)
         else:
             self.state[call] = "live"
@@ -68,16 +68,18 @@ class Flow:
             found |= dict.fromkeys(self.partly.get(consumer, ()))
         return tuple(sorted(found, key=self._rank)[:_REASONS])
 
-    def is_noise(self, edges: list[tuple[int, float]], total: float) -> bool:
-        """Whether an error is what rounding left of terms that cancel."""
+    def is_noise(self, target: int | str, edges: list[tuple[int, float]], total: float) -> bool:
+        """Whether the error that an operation or a parameter gets is what rounding left of terms that cancel."""
         if not edges:
             return False
-        if all(size == 0.0 or self._edge_is_noise(consumer, size) for consumer, size in edges):
+        if all(size == 0.0 or self._edge_is_noise(consumer, target, size) for consumer, size in edges):
             return True
         return len(edges) > 1 and total <= _NOISE * max(size for _, size in edges)
 
-    def _edge_is_noise(self, consumer: int, size: float) -> bool:
-        return self.state[consumer] == "noise" or self._cancels(consumer, size)
+    def _edge_is_noise(self, consumer: int, target: int | str, size: float) -> bool:
+        if self.state[consumer] == "noise" or self._cancels(consumer, size):
+            return True
+        return self.links.rounding(consumer, target) is not None
 
     def _cancels(self, call: int, size: float) -> bool:
         """A norm or softmax subtracts means from the error: what is left may be rounding only."""
@@ -103,6 +105,8 @@ class Flow:
         for consumer, size in edges:
             if self.state[consumer] in ("zero", "noise"):
                 found |= dict.fromkeys(self.reasons[consumer])
+            elif size != 0.0 and (place := self.links.rounding(consumer, target)) is not None:
+                found[Reason("rounding", consumer, made_at=place)] = None
             elif size != 0.0:
                 several = not self._cancels(consumer, size) and self.links.reads_several(target, edges)
                 found[Reason("balance" if several else "cancel", consumer)] = None

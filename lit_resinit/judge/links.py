@@ -41,6 +41,15 @@ class Links:
             return [Reason("written", call)]
         return reasons or [Reason("data", call)]
 
+    def rounding(self, call: int, target: int | str) -> int | None:
+        """Where the terms cancelled of which another factor of an operation is what rounding left, if one is."""
+        if not self.explained.rounds:
+            return None
+        inside = call in self.seen.python
+        operands = [i for i in self.graph.calls[call].inputs if self._is_shown(i, target, inside=inside)]
+        places = [self.explained.rounding(p) for i in operands for p in self._partners(call, i)]
+        return next((place for place in places if place is not None), None)
+
     def cut(self, leaf: int) -> tuple[int | None, str]:
         """Where the way from a parameter to the loss is cut off for gradients, and by what, in words.
 

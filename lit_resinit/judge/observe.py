@@ -15,9 +15,10 @@ from lit_resinit.graph.eager import eager
 from lit_resinit.graph.faults import Faults, in_words
 from lit_resinit.judge.behind import layers_inside
 from lit_resinit.judge.compare import Reader
-from lit_resinit.judge.gradients import check_gradients, judge_layers
+from lit_resinit.judge.gradients import judge_layers, judge_step
 from lit_resinit.judge.identity_report import IdentityReport
 from lit_resinit.judge.probe import GradientProbe
+from lit_resinit.judge.step import Judged
 from lit_resinit.judge.verdicts import GateGradient, GradientReport
 from lit_resinit.plan.values import ResidualPlan, check_plan
 
@@ -79,14 +80,19 @@ class Observation:
             self._probe.close_windows()
         self._exit.close()
 
-    def finish(self, layers: Collection[str] = ()) -> None:
-        """Judge what was seen, and these layers besides, and let go of everything that was held for it."""
+    def finish(self, layers: Collection[str] = (), known: Sequence[Judged] = ()) -> None:
+        """Judge what was seen, and let go of everything that was held for it.
+
+        Args:
+            layers: Layers to judge besides.
+            known: What earlier steps have judged besides the plan's.
+        """
         self.stop()
         if self._probe is not None and self.faults.first is None:
             with self.faults:
                 _ = self.identity
                 flow = self._probe.flow()
-                report = check_gradients(self._model, self._plan, flow)
+                report = judge_step(self._model, self._plan, flow, known)
                 reached = any(isinstance(target, str) for target in flow.edges)  # a parameter of this model
                 self._gradients = report if reached else _without_backward(report)
                 self.inside = layers_inside(self._plan, flow)

@@ -18,6 +18,7 @@ from lit_resinit.plan.values import ResidualPlan
 from lit_resinit.words import together
 
 STEPS_TO_MOVE = 2  # steps after which a gate with a gradient should have left its closing value
+_LOST = 1e-30  # gradients below it may make steps that no number holds
 STILL = 0.01  # part of the median movement below which a gate has not moved
 _SETTLED = 5  # steps after which movements can be compared
 _RECORDS = 3  # and records: a gate that swings about zero is near it now and then
@@ -93,6 +94,11 @@ def check_optimizers(optimizers: Sequence[Any], model: nn.Module, plan: Residual
 def _first(texts: Sequence[str], between: str, more: str) -> str:
     """The first six, and how many more there are."""
     return between.join(texts[:6]) + ("" if len(texts) <= 6 else f"{more} {len(texts) - 6} more")
+
+
+def to_move(report: GradientReport) -> set[str]:
+    """What any optimizer should move: all with a gradient, but those so small that a step is lost."""
+    return {n for n, g in report.gates.items() if g.status == "alive" and not g.size < _LOST}
 
 
 def not_moved(optimizer: Any, model: nn.Module, plan: ResidualPlan, alive: set[str]) -> str:

@@ -6,29 +6,29 @@ One class, for every phase reads what those before it have found and still wait 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import enum
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
-from lit_resinit.errors import GradientError, IdentityError, ResInitError, warn
+from lit_resinit.errors import GradientError, IdentityError
 from lit_resinit.graph.faults import Faults, in_words
 from lit_resinit.graph.where import clean_name
-from lit_resinit.judge.behind import in_words as layers_in_words
-from lit_resinit.judge.behind import silent_layers
+from lit_resinit.judge.behind import SilentLayers
 from lit_resinit.judge.compare import Reader
-from lit_resinit.judge.gradients import SLOW
+from lit_resinit.judge.findings import Finding, act, advice, changed_streams, far_off, still_frozen
 from lit_resinit.judge.identity_report import IdentityReport
 from lit_resinit.judge.observe import Observation
-from lit_resinit.judge.optimizers import STEPS_TO_MOVE, has_rate, not_moved
-from lit_resinit.judge.verdicts import GateGradient, GradientReport
+from lit_resinit.judge.optimizers import STEPS_TO_MOVE, has_rate, not_moved, to_move
+from lit_resinit.judge.outlive import KeptGraphs
+from lit_resinit.judge.ranks import Agree, alone, any_rank, of_any_rank
+from lit_resinit.judge.verdicts import GradientReport
 from lit_resinit.judge.waking import Waking, until_stepped, until_unfrozen
 from lit_resinit.plan.values import ResidualPlan
-from lit_resinit.words import together
+
+__all__ = ["Finding", "Phase", "Trial", "act", "any_rank"]
 
 # Steps that a gradient scaler may skip before its overflow counts as ours: torch's own starts at 2^16 and halves, so
 # that twenty are enough for any network whose gradients are finite at all.
@@ -49,54 +49,8 @@ class Phase(enum.Enum):
     AWAKE = "nothing is waited for"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that a trial has to say.
-
-    Args:
-        about: ``identity``: a branch is open; ``gradient``: a gate cannot learn; ``advice``: nothing stops for it.
-        message: What was checked, expected and found, where, and what to do next.
-        error: What to raise, with its report; None for advice.
-    """
-
-    about: Literal["identity", "gradient", "advice"]
-    message: str
-    error: ResInitError | None = None
-
-    @property
-    def level(self) -> Literal["error", "warning"]:
-        """Whether the run should stop."""
-        return "warning" if self.error is None else "error"
-
-
-def act(findings: Iterable[Finding]) -> None:
-    """Raise what stops a run, and warn of the rest, in the order of the findings."""
-    for finding in findings:
-        if finding.error is not None:
-            raise finding.error
-        warn(finding.message)
-
-
-def alone(found: bool) -> bool:
-    """The agreement of a single process."""
-    return found
-
-
 def _nothing() -> None:
     """In place of a weak reference whose object has gone."""
-
-
-def any_rank(found: bool) -> bool:
-    """Whether any rank found something; every rank has to call it."""
-    return any(_of_every_rank(found))
-
-
-def _of_every_rank(value: Any) -> list[Any]:
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return [value]
-    values: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value)
-    return values
 
 
 class Trial:
@@ -144,7 +98,7 @@ class Trial:
         model: nn.Module,
         plan: ResidualPlan,
         patience: int = 3,
-        agree: Callable[[bool], bool] = alone,
+        agree: Agree = alone,
         *,
         fresh: bool = True,
         unfreezes: bool = False,
@@ -163,12 +117,10 @@ class Trial:
         self._steps = 0  # real ones since the verdict
         self._alive: set[str] = set()
         self._said: set[str] = set()  # parameters of alarms
-        self._inside: dict[str, str] = {}  # layers of blocks, see `layers_inside`
-        self._layers: list[GateGradient] = []  # verdicts on these
-        self._silent: set[str] = set()  # those without a gradient although their gates are open
+        self._layers = SilentLayers(plan)
         self._faults = Faults()
         self._told = False  # of a fault
-        self._graphs = _Graphs()
+        self._graphs = KeptGraphs()
 
     @property
     def model(self) -> nn.Module:
@@ -281,12 +233,7 @@ class Trial:
         """The training is over: what was to be unfrozen has to have been."""
         waiting = self.state()["slept"] if self._waking is not None and self._unfreezes else {}
         frozen = [n for n, p in self.model.named_parameters() if clean_name(n) in waiting and not p.requires_grad]
-        if not frozen:
-            return []
-        return _advice(
-            f"{len(frozen)} gates are still frozen at the end ({together(frozen)}): they were to be unfrozen, and "
-            "were not, so their branches never contributed. Unfreeze them earlier, or train longer."
-        )
+        return still_frozen(frozen)
 
     def state(self) -> dict[str, Any]:
         """What a resumed run has to know, in plain types."""
@@ -314,10 +261,10 @@ class Trial:
         self._proves, observation = False, self._observation
         self.identity = self._safely(lambda: observation.identity, None)
         open_ = self.identity is not None and not self.identity.ok
-        found = self._agreed(str(self.identity) if open_ else "")
+        found = of_any_rank(str(self.identity) if open_ else "", self._agree)
         if found:
             return [Finding("identity", found, IdentityError(found, self.identity))]
-        return [] if self.identity is None else _changed_streams(self.identity)
+        return [] if self.identity is None else changed_streams(self.identity)
 
     def _judge(self, held: set[str] | None) -> list[Finding]:
         """The first verdict; gates other than those ``held`` by this optimizer may have no gradient yet."""
@@ -328,19 +275,19 @@ class Trial:
         report = until_unfrozen(report, self.model) if self._unfreezes else report
         report = until_stepped(report, held) if held is not None else report
         self._waking = waking = Waking(report, self._patience)
-        self._alive = {n for n, g in report.gates.items() if g.status == "alive"}
+        self._alive = to_move(report)
         if self._slept:  # a run that was resumed: this is one more look at those that slept before
             slept, self._slept = self._slept, {}
             report = self._safely(lambda: waking.resume(self.model, slept), report)
         self.gradients = report
-        return [*self._alarms(), *_sizes(report)]
+        return [*self._alarms(), *far_off(report)]
 
     def _observed(self) -> GradientReport | None:
         """The verdicts on the step under observation, where its backward ran."""
         if self._observation is None or not self._observation.saw_backward:
             return None
-        self._observation.finish(self._silent)
-        self._inside, self._layers = self._inside or self._observation.inside, self._observation.layers
+        self._observation.finish(self._layers.silent, () if self._waking is None else self._waking.hidden())
+        self._layers.learn(self._observation.inside, self._observation.layers)
         fault = self._observation.faults.first
         self._faults.note(fault)
         report = self._observation.gradients if fault is None else GradientReport({})
@@ -357,7 +304,7 @@ class Trial:
                 self._sleep_on()
                 return []
             waking, ends = self._waking, self._ends(held)
-            anew = self._observed() if ends or self._silent else None
+            anew = self._observed() if ends or self._layers.silent else None
             waits = ends and self._again < AGAIN
             sleeping = GradientReport({}) if self.gradients is None else self.gradients
             self.gradients = self._safely(lambda: waking.step(self.model, held, anew, waits=waits), sleeping)
@@ -400,31 +347,27 @@ class Trial:
         if not ripe:
             return []
         self._find_silent(held)
-        return _advice(self._safely(lambda: not_moved(optimizer, self.model, self._plan, self._alive), ""))
+        return advice(self._safely(lambda: not_moved(optimizer, self.model, self._plan, self._alive), ""))
 
     def _alarms(self) -> list[Finding]:
         assert self.gradients is not None
         fresh = {g.parameter for g in self.gradients.alarms} - self._said
         self._said |= fresh
-        found = self._agreed(str(self.gradients) if fresh else "")
+        found = of_any_rank(str(self.gradients) if fresh else "", self._agree)
         return [Finding("gradient", found, GradientError(found, self.gradients))] if found else []
 
     def _find_silent(self, held: set[str] | None) -> None:
         """Layers without a gradient although their gates are open: the next step is observed, and says why."""
-        gradients, inside = self.gradients, self._inside
+        gradients = self.gradients
         if held is not None or gradients is None:  # of several optimizers each moves a part
             return
-        parameters = {clean_name(n): p for n, p in self.model.named_parameters(remove_duplicate=False)}
-        nothing: set[str] = set()
-        found = self._safely(lambda: silent_layers(parameters, self._plan, inside, gradients), nothing)
-        if self._agree(bool(found)):
-            self._silent, self.phase = found or set(inside), Phase.LAST
+        found = self._safely(lambda: self._layers.look(self.model, gradients), False)
+        if self._agree(found):
+            self._layers.suspect()
+            self.phase = Phase.LAST
 
     def _named_layers(self, anew: GradientReport | None) -> list[Finding]:
-        if anew is None or not self._silent:
-            return []
-        self._silent = set()
-        return _advice(layers_in_words(self._layers))
+        return [] if anew is None else advice(self._layers.in_words())
 
     def _safely(self, measure: Callable[[], Measured], otherwise: Measured) -> Measured:
         """What is measured, or something else where that fails; every rank goes on in step with the others."""
@@ -437,20 +380,12 @@ class Trial:
         if self._told or self._faults.first is None:
             return []
         self._told = True
-        return _advice(in_words(self._faults.first, "judging the first steps"))
+        return advice(in_words(self._faults.first, "judging the first steps"))
 
     def _wait(self) -> None:
         """A step that a scaler skips says nothing; a verdict that is still due needs another batch."""
         self._waited += self._waking is None
         self.drop()
-
-    def _agreed(self, message: str) -> str:
-        """One rank's finding is every rank's, so that all of them raise, or none; "" when none found anything."""
-        if not self._agree(bool(message)) or self._agree is alone:
-            return message
-        texts = enumerate(_of_every_rank(message))
-        found = next((f"on rank {rank}: {text}" for rank, text in texts if text), "on another rank, which says more.")
-        return message or found
 
     def _retire(self) -> None:
         """Let go of the observation, but of its graph only when the loss of this batch is gone."""
@@ -458,63 +393,3 @@ class Trial:
             self._observation.close()
             self._graphs.keep(self._observation.graph)
             self._observation = None
-
-
-class _Graphs:
-    """Autograd functions that have to outlive the loss of their batch, which a loop holds until the next one is over.
-
-    See :meth:`~lit_resinit.judge.backward.Errors.release`.
-    """
-
-    def __init__(self) -> None:
-        self._kept: list[tuple[int, list[Any]]] = []
-        self._batch = 0
-
-    def keep(self, functions: list[Any]) -> None:
-        self._kept.append((self._batch, functions))
-
-    def begin_batch(self) -> None:
-        self.end_batch()
-        self._batch += 1
-
-    def end_batch(self) -> None:
-        self._kept = [(batch, functions) for batch, functions in self._kept if batch >= self._batch]
-
-    def clear(self) -> None:
-        self._kept = []
-
-
-# -------------------------------------------------------------------- advice
-
-
-def _advice(message: str) -> list[Finding]:
-    return [Finding("advice", message)] if message else []
-
-
-def _changed_streams(report: IdentityReport) -> list[Finding]:
-    changed = [s for s in report.stacks if s.changed_by and s.deviation > 0]
-    if not changed:
-        return []
-    return _advice(
-        f"the stream from {changed[0].first} to {changed[0].last} also passes "
-        f"{', '.join(changed[0].changed_by[:4])}: the branches are closed, "
-        "but the stack is the identity only up to these."
-    )
-
-
-def _sizes(report: GradientReport) -> list[Finding]:
-    """Gradients that are far too large, and gates that hardly any of the error reaches."""
-    found: list[Finding] = []
-    exploding = [g for g in report.gates.values() if g.status == "exploding"]
-    if exploding:
-        where = f", at {exploding[0].source}" if exploding[0].source else ""
-        found += _advice(f"{together([g.parameter for g in exploding])}: {exploding[0].cause}{where}.")
-    slow = [g for g in report.gates.values() if g.status == "alive" and g.slope < SLOW]
-    if slow:
-        by = f", attenuated by {slow[0].attenuated_by}" if slow[0].attenuated_by else ""
-        found += _advice(
-            f"slow start: only {slow[0].slope:.1e} of the error reaches "
-            f"{together([g.parameter for g in slow])}{by}. "
-            "Raise that factor, or close it instead of what lies before it."
-        )
-    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from lit_resinit.errors import GradientError
 from lit_resinit.words import Shown, in_columns, together, without_numbers
@@ -48,6 +48,25 @@ class GateGradient:
     remedy: str = ""
     by_chance: bool = False
     origin: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Words:
+    """What a rule says of a gradient: fields of the verdict that it gives, as in :class:`GateGradient`."""
+
+    cause: str = ""
+    source: str = ""
+    remedy: str = ""
+    waits_for: str | None = None
+    by_chance: bool = False
+    origin: bool = True
+    slope: float = math.nan
+    attenuated_by: str = ""
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """By name."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

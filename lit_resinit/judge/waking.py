@@ -12,9 +12,13 @@ from torch import Tensor, nn
 from lit_resinit.graph.tensors import local
 from lit_resinit.graph.where import clean_name
 from lit_resinit.judge.sizes import gradient_sizes, steps_in_backward
+from lit_resinit.judge.step import Judged
 from lit_resinit.judge.verdicts import GateGradient, GradientReport, Status, harmless
 
 _OBSERVE_THAT = "run a step like that inside `with observe(model, plan)` of a plain loop, which names the operation"
+_ROUNDING = 32 * float(torch.finfo(torch.float32).eps)  # of the largest gradient: what may be rounding alone
+_TOO_SMALL = "its gradient is so small beside the largest that it may be rounding alone"
+_SEE_LATER = "wait: the step that uses up `patience` is observed, and says what it is"
 UNSEEN = 50  # steps without any gradient after which a branch that never ran is missing
 
 
@@ -80,6 +84,11 @@ class Waking:
         """Whether some gate is still asleep."""
         return bool(self.slept)
 
+    def hidden(self) -> list[Judged]:
+        """The sleepers that are gates of branches in which a plan has none: later steps need not find them."""
+        gates = [self.report.gates[n] for n in self.slept]
+        return [Judged(g.parameter, g.branch, "gate", g.parameter) for g in gates if g.role == "gate"]
+
     def resume(self, model: nn.Module, slept: dict[str, int]) -> GradientReport:
         """Go on with what gates had slept before a checkpoint; the first report was one more look at them."""
         again = [n for n in self.slept if n in slept]
@@ -120,7 +129,8 @@ class Waking:
         self, model: nn.Module, names: list[str], anew: GradientReport | None = None, waits: bool = False
     ) -> GradientReport:
         parameters = {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
-        sizes = gradient_sizes({n: p for n, p in parameters.items() if n in self.report.gates})
+        sizes = gradient_sizes(parameters)
+        least = _ROUNDING * max((s for s in sizes.values() if math.isfinite(s)), default=0.0)
         gates = dict(self.report.gates)
         for name in names:
             if name in parameters and not parameters[name].requires_grad:
@@ -134,10 +144,13 @@ class Waking:
             dropped = size == 0.0 and gates[name].by_chance
             if (size is None or dropped) and self._may_run_later(name):
                 continue
-            if not size and waits and anew is None and self.slept[name] + 1 >= self.patience:
+            last, seen = self.slept[name] + 1 >= self.patience, anew.gates.get(name) if anew is not None else None
+            if size and size < least and _is_doubtful(seen, wait=waits or not last):
+                gates[name], size = _too_small(gates[name]), 0.0
+            if not size and waits and anew is None and last:
                 continue
             self.slept[name] += 1
-            verdict = self._verdict(gates[name], size, anew.gates.get(name) if anew is not None else None)
+            verdict = self._verdict(gates[name], size, seen)
             if verdict.status != "asleep":
                 gates[name] = verdict
                 del self.slept[name]
@@ -180,6 +193,15 @@ class Waking:
         if anew.status == "asleep":
             return dataclasses.replace(anew, status=status, cause=f"{through}; at the last one {anew.cause}")
         return anew if anew.status == "alive" else dataclasses.replace(anew, cause=f"{through}: {anew.cause}")
+
+
+def _is_doubtful(seen: GateGradient | None, *, wait: bool) -> bool:
+    """Whether a small gradient counts as none: an observed step says what it is, and later ones may be observed."""
+    return wait if seen is None else seen.status != "alive"
+
+
+def _too_small(gate: GateGradient) -> GateGradient:
+    return dataclasses.replace(gate, cause=_TOO_SMALL, waits_for=None, source="", remedy=_SEE_LATER)
 
 
 def _woken(gate: GateGradient, size: float) -> GateGradient:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from lit_resinit import GradientError, check_gradients, make_plan, observe
-from lit_resinit.judge.gradients import EXPLODING
+from lit_resinit.judge.steep import EXPLODING
 
 # -------------------------------------------------------------------- alive and asleep
 
@@ -384,3 +384,24 @@ def test_two_exploding_gates_are_named_without_a_healthy_one_beside_them() -> No
     with observe(model, plan, x) as seen:
         model(x).square().mean().backward()
     assert {g.status for g in seen.gradients.gates.values()} == {"exploding"}
+
+
+class PoisonedInside(Scaled):
+    """An operation before the gate spoils the errors of the layers there, and the gate has a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = self.f(x)
+        w = v / v.detach()
+        v = torch.where(v != 0, v, (w - 1.0).abs().sqrt())  # it has no slope
+        return x + self.scale * v
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_nan_in_a_layer_that_is_no_gate_is_an_alarm_with_its_line(depth: int) -> None:
+    """One optimizer step later it is in every value, and no line is known any more."""
+    model = zeros(PoisonedInside, depth)
+    report = judged(model)
+    assert model[-2].scale.grad.isfinite().all()
+    (first, *_) = report.alarms
+    assert (first.status, first.role) == ("nonfinite", "layer" if depth == 1 else "gate")
+    assert line_of(__file__, "it has no slope") in first.source

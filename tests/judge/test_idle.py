@@ -8,8 +8,8 @@ import torch
 from networks import WIDTH, Plain, Scaled, stack
 from torch import Tensor, nn
 
-from lit_resinit import apply_, check_identity, make_plan, observe
-from lit_resinit.judge import gradients, optimizers
+from lit_resinit import apply_, check_gradients, check_identity, make_plan, observe
+from lit_resinit.judge import optimizers, step
 from lit_resinit.judge.sizes import frozen_branches
 
 X = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -108,11 +108,11 @@ def test_parameters_are_walked_once_to_find_the_frozen_blocks(depth: int, monkey
     model = nn.Sequential(frozen, nn.Linear(WIDTH, 2))
     plan = make_plan(model, X, scheme="insert")
     apply_(model, plan).requires_grad_(False)[1].requires_grad_(True)
-    monkeypatch.setattr(gradients, "frozen_branches", lambda b, p: frozen_branches(b, Walked(p)))
+    monkeypatch.setattr(step, "frozen_branches", lambda b, p: frozen_branches(b, Walked(p)))
     monkeypatch.setattr(optimizers, "frozen_branches", lambda b, p: frozen_branches(b, Walked(p)))
     monkeypatch.setattr(Walked, "walks", 0)
     model(X).square().mean().backward()
-    statuses = [g.status for g in gradients.check_gradients(model, plan).gates.values()]
+    statuses = [g.status for g in check_gradients(model, plan).gates.values()]
     assert (statuses, Walked.walks) == (["asleep"] * depth, 1)
     for gate in plan.gates:
         model.get_parameter(gate.parameter).requires_grad_(True)
