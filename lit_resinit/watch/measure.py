@@ -13,8 +13,8 @@ from lit_resinit.judge.compare import Addition, AtAdditions
 from lit_resinit.judge.tap import Tap
 from lit_resinit.plan.values import ResidualPlan
 
-_SMALL = 2**16  # elements up to which copying a tensor costs less than measuring it by itself
-_MOST = 2**20  # elements that wait at a time
+_SMALL = 2**14  # elements up to which copying a tensor costs less than measuring it by itself
+_MOST = 2**18  # elements that wait at a time
 
 
 class Measured:
