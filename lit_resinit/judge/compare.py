@@ -101,8 +101,8 @@ class AtAdditions(Listener):
             self._running = None
             return
         index, branch = found
-        flat = args if not kwargs and branch.stacked is None else tree_iter((args, kwargs))
-        tensors = [local(a) for a in flat if isinstance(a, Tensor)]
+        flat = all(isinstance(a, _FLAT) for a in args) and not kwargs
+        tensors = [local(a) for a in (args if flat else tree_iter((args, kwargs))) if isinstance(a, Tensor)]
         if branch.stacked is not None:
             with measuring():
                 tensors = list(tensors[0].unbind(branch.stacked))
@@ -120,6 +120,9 @@ class AtAdditions(Listener):
             with measuring():
                 for reader in self._readers:
                     reader.after(running, local(out).detach())
+
+
+_FLAT = (Tensor, int, float)  # arguments that hold no other ones: looking into each costs more than these checks
 
 
 def _place(address: Address) -> tuple[str, str, str, int]:

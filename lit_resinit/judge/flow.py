@@ -81,6 +81,26 @@ class Flow:
             return True
         return self.links.rounding(consumer, target) is not None
 
+    def may_round(self, target: str, end: int) -> bool:
+        """Whether something between a parameter and the end of its branch may leave nothing but rounding of an error.
+
+        That is asked where no error arrived that would show it.
+        """
+        stack: list[int | str] = [target]
+        seen = set(stack)
+        while stack:
+            current = stack.pop()
+            readers = {consumer for consumer, _ in self.edges.get(current, ()) if consumer <= end}
+            if len(readers) > 1 or any(self._may_round(consumer, current) for consumer in readers):
+                return True
+            stack += readers - seen
+            seen |= readers
+        return False
+
+    def _may_round(self, call: int, target: int | str) -> bool:
+        subtracts = ops.does(ops.base_name(self.graph.calls[call].func), Does.SHARES | Does.NORMALISES)
+        return subtracts or self.links.rounding(call, target) is not None
+
     def _cancels(self, call: int, size: float) -> bool:
         """A norm or softmax subtracts means from the error: what is left may be rounding only."""
         base, outputs = ops.base_name(self.graph.calls[call].func), self.graph.calls[call].outputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection, Sequence
 
@@ -127,7 +128,8 @@ def verdict(case: Case) -> GateGradient:
     for status, rule in rules[_what_came(case)]:
         words = rule(case)
         if words is not None:
-            return GateGradient(judged.name, status, size=size, branch=judged.branch, role=judged.role, **words.fields)
+            found = GateGradient(judged.name, status, size=size, branch=judged.branch, role=judged.role, **words.fields)
+            return dataclasses.replace(found, may_round=case.may_round) if status == "asleep" else found
     raise AssertionError(f"no rule on the gradient of {judged.name}")  # the last one always has words
 
 

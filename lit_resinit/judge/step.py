@@ -183,6 +183,11 @@ class Case:
         """The addition at the end of its branch; -1 for none."""
         return self.flow.seen.additions.get(self.judged.branch, -1)
 
+    @property
+    def may_round(self) -> bool:
+        """Whether rounding alone may look like a gradient of it."""
+        return self.step.flow is None or self.end < 0 or self.flow.may_round(self.name, self.end)
+
 
 Rule = Callable[[Case], Words | None]
 Rules = tuple[tuple[Status, Rule], ...]

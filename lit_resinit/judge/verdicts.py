@@ -32,6 +32,7 @@ class GateGradient:
         attenuated_by: The operation that makes a small slope, with its line.
         remedy: What to do next, where that is something else than usual for the status.
         by_chance: Whether a random draw made the gradient zero (a dropped branch), as it may again.
+        may_round: Whether something in its branch may leave nothing but rounding of an error, which looks like one.
         origin: Whether what is wrong begins here; False where it only arrives, from behind the block.
     """
 
@@ -47,6 +48,7 @@ class GateGradient:
     attenuated_by: str = ""
     remedy: str = ""
     by_chance: bool = False
+    may_round: bool = False
     origin: bool = True
 
 

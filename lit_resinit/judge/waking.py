@@ -145,7 +145,7 @@ class Waking:
             if (size is None or dropped) and self._may_run_later(name):
                 continue
             last, seen = self.slept[name] + 1 >= self.patience, anew.gates.get(name) if anew is not None else None
-            if size and size < least and _is_doubtful(seen, wait=waits or not last):
+            if size and size < least and gates[name].may_round and _is_doubtful(seen, wait=waits or not last):
                 gates[name], size = _too_small(gates[name]), 0.0
             if not size and waits and anew is None and last:
                 continue

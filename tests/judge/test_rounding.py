@@ -85,3 +85,18 @@ def test_no_optimizer_is_blamed_for_a_step_that_no_number_holds() -> None:
     assert loop.net[0].scale.grad.abs() > 0.0
     assert loop.net[0].scale == 0.0
     assert [text for text in said if "has not moved" in text] == []
+
+
+class Tiny(Scaled):
+    """A branch so small that its gradient is that of rounding, on whose way nothing rounds an error away."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * (1e-9 * self.f(x))
+
+
+def test_where_nothing_cancels_a_small_gradient_wakes_its_gate_at_once() -> None:
+    loop = Loop(zero_head(stack(lambda: Tiny(value=0.0))), scheme="observe")
+    loop.step()
+    assert {g.status for g in loop.trial.gradients.gates.values() if g.role == "gate"} == {"asleep"}
+    loop.step()
+    assert {g.status for g in loop.trial.gradients.gates.values()} == {"alive"}
