@@ -8,6 +8,11 @@ from benchmarks.cases.base import Case, load, run_truth
 PROVEN = [item for item in load().values() if not item.slow]
 
 
-@pytest.mark.parametrize("item", PROVEN, ids=lambda item: item.name)
+LONG = {"no_activation_kept_alive_over_steps", "forty_eight_blocks_without_host_reads"}  # a training, or a profiler
+
+
+@pytest.mark.parametrize(
+    "item", [pytest.param(i, id=i.name, marks=[pytest.mark.slow] * (i.name in LONG)) for i in PROVEN]
+)
 def test_stated_facts_hold_in_plain_torch(item: Case) -> None:
     run_truth(item)

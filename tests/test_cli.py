@@ -230,6 +230,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("lit-resinit ")
 
 
+@pytest.mark.slow
 def test_a_missing_file_is_said_before_anything_slow_is_imported(tmp_path: Path) -> None:
     slow = "{'lightning', 'torchmetrics', 'matplotlib', 'plotly', 'torchvision', 'pandas'}"
     check = (
@@ -242,6 +243,7 @@ def test_a_missing_file_is_said_before_anything_slow_is_imported(tmp_path: Path)
     assert (done.returncode, done.stderr) == (2, "report: FileNotFoundError: missing.npz: no such file\n")
 
 
+@pytest.mark.slow
 def test_inspect_runs_as_a_module_and_without_lightning(models: str, tmp_path: Path) -> None:
     check = (
         "import atexit, runpy, sys; "

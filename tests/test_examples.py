@@ -148,6 +148,7 @@ def test_fabric_loop_on_two_ranks_prints_one_number_for_both(tmp_path: Path) -> 
     assert done.stdout.count("variance ratio of each branch:") == 1
 
 
+@pytest.mark.slow
 def test_usefulness_example_runs_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = example("order_of_usefulness").main(["--small", "--out", str(tmp_path)])
     assert {name: len(rows) for name, rows in found["correlations"].items()} == {"SGD": 1, "AdamW": 1}

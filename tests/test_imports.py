@@ -123,6 +123,7 @@ def run(source: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, env=environment, check=False)
 
 
+@pytest.mark.slow
 def test_everything_but_the_callback_works_without_lightning() -> None:
     done = run(BLOCKED + CORE)
     assert done.returncode == 0, done.stderr

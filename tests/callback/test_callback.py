@@ -80,7 +80,10 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, str]] =
 }
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+LARGE = {"swin_t", "preactivation_cnn_200", "plain_mlp_200"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LARGE else n for n in NETWORKS])
 @pytest.mark.filterwarnings("ignore:the stream from:lit_resinit.ResInitWarning")  # post-norm and ReLU after the sum
 def test_network_starts_closed_learns_and_is_watched(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)  # some drop layers at random, and a dropped one has no variance

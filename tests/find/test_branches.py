@@ -223,7 +223,10 @@ COUNTED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", COUNTED)
+LARGE = {"convnext_tiny", "swin_t"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LARGE else n for n in COUNTED])
 def test_every_residual_addition_is_found_once(name: str) -> None:
     build, shape, count = COUNTED[name]
     assert len(additions(build(), *shape)) == count

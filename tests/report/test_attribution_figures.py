@@ -112,7 +112,7 @@ def test_the_picture_of_a_run_has_it_only_where_it_was_measured() -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize("branches", [1, 300])
+@pytest.mark.parametrize("branches", [1, pytest.param(300, marks=pytest.mark.slow)])
 def test_few_and_many_can_be_drawn(times: int, branches: int) -> None:
     for ending in ("png", "pdf", "svg"):
         file = io.BytesIO()

@@ -36,7 +36,7 @@ def test_columns_have_one_row_for_each_record() -> None:
     assert torch.equal(history.variance_ratio, history.var_branch / history.var_stream)
 
 
-@pytest.mark.parametrize("records", [1999, 2000, 2001, 3999, 4001, 10_007])
+@pytest.mark.parametrize("records", [1999, 2000, 2001, 3999, 4001, pytest.param(10_007, marks=pytest.mark.slow)])
 def test_long_history_is_bounded_and_exact_at_both_ends(records: int) -> None:
     history = filled(records, 1)
     steps = history.steps.tolist()

@@ -65,6 +65,7 @@ def test_a_branch_that_did_not_run_has_not_lapsed() -> None:
     assert history.lapses.found() == {}
 
 
+@pytest.mark.slow
 def test_a_layer_dropped_at_random_is_hardly_ever_called_silent() -> None:
     draws = torch.Generator().manual_seed(0)
     for chance in (0.1, 0.3, 0.5, 0.8):

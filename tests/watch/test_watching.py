@@ -148,6 +148,7 @@ for order in {ORDERS!r}:
 """
 
 
+@pytest.mark.slow
 def test_the_function_and_the_package_have_one_name_in_any_order() -> None:
     script = [sys.executable, "-W", "ignore", "-c", IN_ANY_ORDER]
     done = subprocess.run(script, capture_output=True, text=True, check=False)
