@@ -12,6 +12,9 @@ none. Then, where they exist, answers that this package has no part in:
 - growth: a network of transformers with 2, 4 and 6 layers gains the same number of branches each time.
 - siblings: of three or more alike modules in one list, all after the first hold the same number of branches.
 - closed: after ``apply_`` every branch contributes exactly nothing, in one real forward (up to 30 million parameters).
+
+A network of torchvision or timm whose class was run before, and all of whose modules are of kinds that were run in networks
+of that class (see ``kinds_of_modules.py``), is not run but listed as alike, with their names. ``--all`` runs it too.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ import torch
 from torch import nn
 
 from benchmarks import public
+from benchmarks.kinds_of_modules import kinds_of, meta
 from benchmarks.public import Made
 from benchmarks.zoo import OutOfTimeError, time_limit
 from lit_resinit import NoBranchError, ResidualPlan, apply_, check_identity
@@ -56,7 +60,8 @@ LAYERS = (2, 4, 6)
 class Row:
     """What was measured on one network.
 
-    ``status`` is planned, no branch, refused, not traced or not built; ``reason`` says why, where it is not planned.
+    ``status`` is planned, no branch, refused, not traced, not built or alike; ``reason`` says why, where it is not
+    planned. ``root`` and ``kinds`` say what it is made of.
     ``differs`` holds what an answer of other origin says otherwise, by its name, ``agrees`` those that say the same.
     """
 
@@ -70,6 +75,8 @@ class Row:
     agrees: list[str] = dataclasses.field(default_factory=list)
     differs: dict[str, str] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
+    root: str = ""
+    kinds: list[str] = dataclasses.field(default_factory=list)
 
     def compare(self, name: str, difference: str) -> None:
         """Note one comparison: what differs, or nothing."""
@@ -124,6 +131,27 @@ LIBRARIES: dict[str, Callable[[], Iterator[Subject]]] = {
 # -------------------------------------------------------------------- one network
 
 
+_RUN = ("planned", "no branch")
+
+
+def alike(subject: Subject, rows: Iterable[Row]) -> Row | None:
+    """The row of a network that need not be run: networks of its class that were have all kinds of its modules."""
+    row = Row(subject.id, subject.family, "alike")
+    try:
+        row.root, row.kinds = kinds_of(meta(subject.build))
+    except public.TooLargeError:
+        return None
+    except Exception:  # not every network builds without memory
+        return None
+    missing, siblings = set(row.kinds), list[str]()
+    for other in rows:
+        if other.root == row.root and other.status in _RUN and missing.intersection(other.kinds):
+            missing.difference_update(other.kinds)
+            siblings.append(other.id.partition("/")[2])
+    row.reason = ", ".join(siblings)
+    return None if missing else row
+
+
 def measure(subject: Subject) -> Row:
     """Everything about one network; it never raises."""
     row, start = Row(subject.id, subject.family), time.perf_counter()
@@ -132,6 +160,7 @@ def measure(subject: Subject) -> Row:
             torch.manual_seed(0)
             made = subject.build()
             row.status = "not traced"
+            row.root, row.kinds = kinds_of(made[0])
             plan = _planned(row, made)
             if plan is not None:
                 _compare(row, subject, made, plan)
@@ -280,13 +309,14 @@ def _of_library(library: str, rows: list[Row]) -> Iterator[str]:
     for r in planned:
         for name, text in r.differs.items():
             yield f"  differs: {r.id}, {name}: {text}"
-    for status in ("refused", "no branch", "not traced", "not built"):
+    for status in ("refused", "no branch", "not traced", "not built", "alike"):
         reasons: dict[str, list[str]] = {}
         for r in rows:
             if r.status == status:
                 reasons.setdefault(r.reason if status != "no branch" else "", []).append(r.id.partition("/")[2])
         for reason, names in reasons.items():
-            yield f"  {status}: {', '.join(names)}{': ' if reason else ''}{reason}"
+            to = " to" if status == "alike" else ":" if reason else ""
+            yield f"  {status}{': ' if status != 'alike' else ' '}{', '.join(names)}{to}{' ' if reason else ''}{reason}"
 
 
 # -------------------------------------------------------------------- command line
@@ -311,23 +341,26 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="networks whose name contains TEXT")
     parser.add_argument("--limit", type=int, metavar="N", help="stop after N networks of each library")
     parser.add_argument("--seconds", type=float, default=float("inf"), metavar="S", help="stop after S seconds in all")
+    parser.add_argument("--all", action="store_true", help="also networks that are alike to others")
     parser.add_argument("--rows", type=Path, default=ROWS, metavar="FILE")
     parser.add_argument("--report", type=Path, default=REPORT, metavar="FILE")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    known = {r.id for r in read(options.rows)}
+    rows = read(options.rows)
     end = time.monotonic() + options.seconds
-    for subject in in_turns(options.library, options.only, options.limit, known):
+    for subject in in_turns(options.library, options.only, options.limit, {r.id for r in rows}):
         if time.monotonic() > end:
             break
-        row = measure(subject)
+        skipped = None if options.all or subject.id.startswith("transformers/") else alike(subject, rows)
+        row = skipped or measure(subject)
+        rows.append(row)
         print(row, flush=True)
         with options.rows.open("a") as file:
             file.write(json.dumps(dataclasses.asdict(row)) + "\n")
         gc.collect()
-    options.report.write_text(report_of(read(options.rows)))
+    options.report.write_text(report_of(rows))
     return 0
 
 
