@@ -13,8 +13,9 @@ none. Then, where they exist, answers that this package has no part in:
 - siblings: of three or more alike modules in one list, all after the first hold the same number of branches.
 - closed: after ``apply_`` every branch contributes exactly nothing, in one real forward (up to 30 million parameters).
 
-A network of torchvision or timm whose class was run before, and all of whose modules are of kinds that were run in networks
-of that class (see ``kinds_of_modules.py``), is not run but listed as alike, with their names. ``--all`` runs it too.
+A network of torchvision or timm whose class was run before, and all of whose modules are of kinds that were run in
+networks of that class (see ``kinds_of_modules.py``), is not run but listed as alike, with their names. ``--all`` runs
+it too.
 """
 
 from __future__ import annotations

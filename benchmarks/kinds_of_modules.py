@@ -7,9 +7,8 @@ do not matter, strides and groups of one do.
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ def kinds_of(model: nn.Module) -> tuple[str, list[str]]:
     return f"{_class(model)}", sorted(set(found.values())) or [own]
 
 
-def meta(build: functools.partial[Made]) -> nn.Module:
+def meta(build: Callable[[], Made]) -> nn.Module:
     """A network without memory."""
     with torch.device("meta"):
         return build()[0]

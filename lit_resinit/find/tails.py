@@ -133,22 +133,29 @@ class Tails:
 
     def _double_zero(self, zeros: Iterable[int], end: int) -> int | None:
         """The first product up to ``end`` both factors of which are zero when these values are: neither has a slope."""
-        nodes, zero = self.graph.nodes, defaultdict(bool, dict.fromkeys(zeros, True))
+        nodes, zero = self.graph.nodes, set(zeros)
+        for index in self.zero_with(zero, end):
+            zero.add(index)
+            factors = nodes[index].inputs[:2] if ops.does(nodes[index].op, _PARTNERS) else ()
+            if factors and all(i in zero and nodes[i].data for i in factors):
+                return index
+        return None
+
+    def zero_with(self, zeros: Iterable[int], end: int) -> Iterator[int]:
+        """The values up to ``end`` that read these, in order, and are zero when they are."""
+        zero = defaultdict(bool, dict.fromkeys(zeros, True))
         queue = sorted({r for node in zero for r in self.readers[node] if r <= end})
         seen = set(queue)
         while queue:
-            node = nodes[heapq.heappop(queue)]
+            node = self.graph.nodes[heapq.heappop(queue)]
             if not zero[node.index] and not stays_zero(self.graph, node, zero.__getitem__):
                 continue
             zero[node.index] = True
-            factors = node.inputs[:2] if ops.does(node.op, _PARTNERS) else ()
-            if factors and all(zero[i] and nodes[i].data for i in factors):
-                return node.index
+            yield node.index
             new = [r for r in self.readers[node.index] if r <= end and r not in seen]
             seen.update(new)
             for reader in new:
                 heapq.heappush(queue, reader)
-        return None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -266,7 +273,7 @@ class _Walk:
         moving = [i for i in node.inputs if self._moves(i)]
         fixed = [i for i in node.inputs if i not in moving]
         if len(moving) == 2:
-            return self._through_data_product(moving)
+            return self._through_data_product(node.index, moving)
         if len(moving) != 1 or not fixed:
             return self._stop(node, "no layer")
         if not self.nodes[fixed[0]].learned:
@@ -278,18 +285,30 @@ class _Walk:
             return self._stop(node, "its weight is computed in a way whose closing value is not known")
         return moving[0]
 
-    def _through_data_product(self, moving: list[int]) -> Tail:
-        """A product of two moving tensors is closed by closing either; one that follows the branch comes first."""
+    def _through_data_product(self, product: int, moving: list[int]) -> Tail:
+        """A product of two moving tensors is closed by closing either: a factor of the branch's own comes first.
+
+        Then a norm or scale before a layer, then the one that is computed from the stream.
+        """
         order = sorted(dict.fromkeys(moving), key=lambda i: i not in self.addition.interior)
         tails = [self.tails.walk(source, self.addition, self.any_slope) for source in order]
-        chosen = min([t for t in tails if t.closable] or tails, key=_closes_a_layer)
-        own = _Passed(tuple(self.biases))
+        closable = [t for t in tails if t.closable]
+        own = [t for t in closable if len(closable) == 1 or not self._is_shared(t, product)]
+        chosen = min(own or closable or tails, key=_closes_a_layer)
+        after = _Passed(tuple(self.biases))
         return dataclasses.replace(
-            change_summands(chosen, own.closed_with),
+            change_summands(chosen, after.closed_with),
             passed=(*self.passed, *chosen.passed),
             insertable=(*self.insertable, *(() if self.biases else chosen.insertable)),
             nonlinear=(*self.nonlinear, *chosen.nonlinear),
         )
+
+    def _is_shared(self, factor: Tail, product: int) -> bool:
+        """Whether others than a product read what its factor's gate makes, as one layer makes shifts and scales."""
+        ends = [s.gated_at for s in factor.summands() if s.gated_at is not None]
+        shown = {*factor.passed, *ends}.union(*(s.passed for s in factor.summands()))
+        readers = (r for n in shown for r in self.tails.readers[n] if self.nodes[r].op != "statistic")
+        return any(r != product and r not in shown for r in readers)
 
     def _through_function(self, node: Node) -> _Step:
         moving = [i for i in node.inputs if self.nodes[i].data or self.nodes[i].learned]

@@ -50,7 +50,8 @@ def decide(survey: Survey, scheme: Scheme, chosen: Collection[int]) -> dict[int,
     choice = _choose(survey, chosen)
     decisions = {a.node: _decide(choice, scheme, a) for a in survey.additions}
     scaled = _scaled(survey, decisions.values())
-    return {node: _with_shared_scalars(decision, scaled) for node, decision in decisions.items()}
+    decisions = {node: _with_shared_scalars(decision, scaled) for node, decision in decisions.items()}
+    return _without_zeros_in_series(survey, decisions)
 
 
 def _choose(survey: Survey, chosen: Collection[int]) -> Choice:
@@ -152,6 +153,7 @@ def _auto(choice: Choice, addition: Addition, tail: Tail) -> Decision:
     return Decision(next((a for a in _FIRST if a in actions), "already_closed"), tuple(gates), tail)
 
 
+_CLOSING: tuple[Action, ...] = ("zero", "last_layer", "insert")
 _FIRST: tuple[Action, ...] = ("insert", "last_layer", "zero")  # by which a branch with several is named
 
 
@@ -320,7 +322,7 @@ def _scaled(survey: Survey, decisions: Collection[Decision]) -> dict[int, Gate]:
 
 def _with_shared_scalars(decision: Decision, scaled: Mapping[int, Gate]) -> Decision:
     """A branch that passes a value scaled for another branch is closed by that scalar, not by a second zero."""
-    if decision.action not in ("zero", "last_layer", "insert"):
+    if decision.action not in _CLOSING:
         return decision
     summands = [(s, next((scaled[n] for n in s.passed if n in scaled), None)) for s in decision.tail.summands()]
     closed = [g for summand, scalar in summands if scalar is not None for g in summand.gates]
@@ -329,3 +331,35 @@ def _with_shared_scalars(decision: Decision, scaled: Mapping[int, Gate]) -> Deci
     kept = [g for g in decision.gates if g not in closed]
     shared = [scalar for _, scalar in summands if scalar is not None]
     return Decision("insert", tuple(dict.fromkeys([*kept, *shared])), decision.tail)
+
+
+# -------------------------------------------------------------------- zeros in series across branches
+
+
+def _without_zeros_in_series(survey: Survey, decisions: Mapping[int, Decision]) -> dict[int, Decision]:
+    """A branch that the gate of another one closes too is closed by that gate, not by a second zero.
+
+    One layer makes the shifts and factors of several branches: with it closed, each of them is.
+    """
+    found, ends = dict(decisions), {end: node for node, end in survey.branch_of.items()}
+    joined = set[int]()
+    for node, decision in decisions.items():
+        if decision.action not in _CLOSING or node in joined:
+            continue
+        for gate, zeros in _closed_values(survey, decision):
+            others = {ends[i] for i in survey.walks.zero_with(zeros, len(survey.graph.nodes)) if i in ends} - {node}
+            for other in others - joined:
+                if found[other].action in _CLOSING and gate not in found[other].gates:
+                    found[other] = Decision(decision.action, (gate,), found[other].tail)
+                    joined.add(other)
+    return found
+
+
+def _closed_values(survey: Survey, decision: Decision) -> Iterator[tuple[Gate, set[int]]]:
+    """The gates of a branch whose values others read too, each with what is zero at the branch's end when closed."""
+    for summand in decision.tail.summands():
+        zeros = {*summand.passed, *(() if summand.gated_at is None else (summand.gated_at,))}
+        known = zeros.union(decision.tail.passed, survey.names)
+        for gate in summand.gates:
+            if gate in decision.gates and any(r not in known for n in zeros for r in survey.reads(n)):
+                yield gate, zeros

@@ -327,7 +327,6 @@ DOUBLE_ZEROS: dict[str, Callable[[], nn.Module]] = {
     "fused attention": lambda: FusedAttention(True, True),
     "silu unit": lambda: GatedUnit(nn.SiLU()),
     "relu unit": lambda: GatedUnit(nn.ReLU()),
-    "times itself": TimesItself,
 }
 
 
@@ -348,6 +347,16 @@ def test_a_gate_that_makes_two_factors_of_a_product_zero_is_refused(name: str) -
         optimizer.step()
     rows = [(p != before[n]).flatten(1).any(1) for n, p in model.named_parameters() if p.dim() > 1]
     assert all(r.float().mean() > 0.6 for r in rows), "every part of the layer learns, not one third of it"
+
+
+def test_a_product_is_closed_through_the_factor_that_nothing_else_reads() -> None:
+    model = nn.Sequential(Around(TimesItself()))
+    plan = make_plan(model, X, scheme="last_layer")
+    assert [g.parameter for g in plan.gates] == ["0.f.squeeze.weight"]
+    apply_(model, plan)
+    with observe(model, plan, X) as seen:
+        model(X).square().mean().backward()
+    assert seen.gradients.gates["0.f.squeeze.weight"].status == "alive"
 
 
 def test_a_unit_gated_by_a_sigmoid_may_close_at_its_layer() -> None:
