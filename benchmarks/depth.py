@@ -51,7 +51,7 @@ def measure_one(blocks: int) -> dict[str, float]:
     }
     for name, work in parts.items():
         times[name] = min(seconds(work) for _ in range(1 if blocks > 1000 else 3))
-    row = history._rows[0][1]
+    row = history._records.rows[0][1]
     return times | {"plan MiB": memory, "history MiB": row.numel() * row.element_size() * history.limit / 2**20}
 
 

@@ -11,7 +11,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from lit_resinit import History, Trial, apply_, fold_, make_plan, param_groups, watch
-from lit_resinit.report.page import about_run, write_page
+from lit_resinit.report.about import about_run
+from lit_resinit.report.page import write_page
 from lit_resinit.report.tables import history_table
 
 

@@ -23,7 +23,7 @@ from lit_resinit.plan.fold import fold_
 from lit_resinit.plan.hooks import inserted_gates
 from lit_resinit.plan.mark import Applied, LoadHook, applied_plan, mark_applied, mark_of, was_closed
 from lit_resinit.plan.values import CLOSED, ResidualPlan, Scheme
-from lit_resinit.report.page import about_run, later
+from lit_resinit.report.about import about_run, later
 from lit_resinit.report.tables import history_table
 from lit_resinit.trainer.batches import give_back_loader
 from lit_resinit.trainer.checkpoints import (

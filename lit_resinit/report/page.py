@@ -10,7 +10,6 @@ import json
 import math
 import os
 import time
-from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,12 @@ from typing import Any
 import torch
 
 from lit_resinit.errors import ResInitError
-from lit_resinit.judge.identity_report import IdentityReport
-from lit_resinit.judge.verdicts import ALARMS, GradientReport
-from lit_resinit.plan.values import CONSTANT_SCHEMES, ResidualPlan
+from lit_resinit.plan.values import CONSTANT_SCHEMES
+from lit_resinit.report.about import about_run
 from lit_resinit.report.attribution import attribution_data
 from lit_resinit.report.files import replace_file
 from lit_resinit.report.numbers import decades, digits, evenly, plain
 from lit_resinit.report.tables import told_fits
-from lit_resinit.watch.conclusion import Conclusion
 from lit_resinit.watch.history import History
 from lit_resinit.watch.lapses import Lapse, in_words
 
@@ -52,106 +49,6 @@ _COLUMNS = (  # key, heading, whether it is text
     ("skip", "skip", True),
     ("action", "action", True),
 )
-
-# -------------------------------------------------------------------- what is known of a run besides its history
-
-
-def about_run(
-    plan: ResidualPlan | None,
-    identity: IdentityReport | None = None,
-    gradients: GradientReport | None = None,
-    woke: dict[str, int] | None = None,
-    usefulness: dict[str, float] | None = None,
-    agreement: str = "",
-    fits: Sequence[int] = (),
-    conclusion: Conclusion | None = None,
-) -> dict[str, Any]:
-    """Plan, verdicts, waking steps and usefulness in plain types, as the page shows and a checkpoint keeps them.
-
-    Args:
-        plan: The plan of the run.
-        identity: Verdict of the first step.
-        gradients: Verdict of the last judged step.
-        woke: Gate parameter to the number of optimizer steps it slept.
-        usefulness: What :func:`lit_resinit.measure_usefulness` found.
-        agreement: A sentence on how usefulness agrees with the order of switching on.
-        fits: The first steps of later fits that the history holds.
-        conclusion: What was found at the end of the run, in place of both.
-
-    Returns:
-        A dictionary that goes through JSON.
-    """
-    if conclusion is not None:
-        usefulness, agreement = conclusion.ablation.means, " ".join(str(conclusion).splitlines())
-    gates = gradients.gates if gradients is not None else {}
-    about: dict[str, Any] = {
-        "plan": "" if plan is None else str(plan),
-        "branches": {},
-        "verdicts": {},
-        "start": _start(identity),
-        "usefulness": usefulness,
-        "errors": None if conclusion is None else conclusion.ablation.errors,
-        "path": None if conclusion is None or conclusion.path is None else dict(conclusion.path),
-        "agreement": agreement,
-        "fits": list(fits),
-    }
-    for branch in () if plan is None else plan.branches:
-        names = [g.parameter for g in branch.gates]
-        slept = [woke[n] for n in names if woke and n in woke]
-        about["branches"][branch.name] = {
-            "skip": branch.skip,
-            "action": branch.action,
-            "kind": "+".join(g.kind for g in branch.gates),
-            "gate": ", ".join(
-                n if g.index is None else f"{n}[{g.index}]" for n, g in zip(names, branch.gates, strict=True)
-            ),
-            "status": _worst([gates[n].status for n in names if n in gates]),
-            "woke": max(slept) if slept else None,
-        }
-    if identity is not None:
-        about["verdicts"]["Identity before the first step"] = str(identity)
-    if gradients is not None:
-        about["verdicts"]["Gradients of the gates"] = str(gradients)
-    if woke:
-        steps = ", ".join(f"{name} after {n}" for name, n in list(woke.items())[:200])
-        about["verdicts"]["Woke up (optimizer steps after the first)"] = steps
-    return about
-
-
-def later(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """What is known of a resumed run: the verdicts of its beginning, unless there are newer ones.
-
-    Args:
-        before: What :func:`about_run` returned before the interruption.
-        now: What it returns now.
-
-    Returns:
-        A dictionary like both.
-
-    Example:
-        >>> later(about_run(None) | {"start": "proven"}, about_run(None))["start"]
-        'proven'
-    """
-    merged = {key: value if value else before.get(key, value) for key, value in now.items()}
-    merged["verdicts"] = {**before.get("verdicts", {}), **now["verdicts"]}
-    for name, branch in now["branches"].items():
-        old = before.get("branches", {}).get(name, {})
-        merged["branches"][name] = {key: value if value else old.get(key, value) for key, value in branch.items()}
-    return merged
-
-
-def _start(identity: IdentityReport | None) -> str:
-    if identity is None:
-        return ""
-    if identity.constant:
-        return "variance kept" if identity.ok else "variance not kept"
-    return "proven" if identity.ok else "broken"
-
-
-def _worst(statuses: list[str]) -> str:
-    ranked = (*ALARMS, "exploding", "asleep", "alive")
-    return min(statuses, key=ranked.index) if statuses else ""
-
 
 # -------------------------------------------------------------------- the page
 

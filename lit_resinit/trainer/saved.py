@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lit_resinit.errors import ResInitError, warn
-from lit_resinit.report.page import about_run
+from lit_resinit.report.about import about_run
 from lit_resinit.watch.history import History
 
 _WORDS = {

@@ -16,6 +16,8 @@ from torch import Tensor
 from lit_resinit.errors import ResInitError
 from lit_resinit.watch.attributions import Attributions
 from lit_resinit.watch.lapses import Lapses
+from lit_resinit.watch.records import Records
+from lit_resinit.watch.switching import Switching
 from lit_resinit.words import Shown
 
 if TYPE_CHECKING:
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
 
 QUANTITIES = ("gate", "gate_max", "gate_grad", "var_stream", "var_branch", "variance_ratio", "saliency")
 _ON_RATIO, _LIMIT = 1e-3, 2000
-_OFF, _UNDECIDED, _OPEN = -1, -2, -3  # in place of the step of a branch that has not switched on
 
 
 # what draws a history, by name; the room that draws enters its functions here, as nothing is imported from below
@@ -82,16 +83,18 @@ class History(Shown):
         if limit < 2:
             raise ValueError(f"Expected argument `limit` to be at least 2 but got {limit!r}")
         self.branches = list(branches)
-        self.on_ratio, self.limit = on_ratio, limit
-        self._rows: list[tuple[int, Tensor]] = []
-        self._stride, self._count = 1, 0
-        self._on = torch.full((len(self.branches),), _OFF, dtype=torch.int64)
+        self.on_ratio = on_ratio
+        self._records, self._switching = Records(limit), Switching(len(self.branches))
         self.lapses = Lapses(self.branches)
-        self._columns: dict[str, Tensor] = {}  # what was read since the last record
         self.attributions = Attributions(len(self.branches), limit)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._records)
+
+    @property
+    def limit(self) -> int:
+        """Largest number of records kept."""
+        return self._records.limit
 
     def begin(self, closed: Sequence[bool]) -> None:
         """Say which branches are known to start closed; any other that is on at its first record was so from the start.
@@ -99,8 +102,8 @@ class History(Shown):
         Args:
             closed: One for each branch. Without this call every branch counts as closed at the start.
         """
-        if not self._rows:
-            self._on[:] = torch.where(torch.tensor(closed, dtype=torch.bool), _OFF, _UNDECIDED)
+        if not len(self):
+            self._switching.begin(closed)
 
     def append(self, step: int, gates: Tensor, var_stream: Tensor, var_branch: Tensor) -> None:
         """Add a record.
@@ -115,44 +118,31 @@ class History(Shown):
             var_stream > 0, var_branch / var_stream.clamp(min=torch.finfo(torch.float32).tiny), math.nan
         )
         row = torch.stack([gates[0], gates[1], gates[2], var_stream, var_branch, ratio, gates[3]]).float().cpu()
-        self._columns.clear()
-        if self._rows and (self._count - 1) % self._stride != 0:
-            self._rows.pop()
-        self._rows.append((step, row))
-        self._count += 1
-        if len(self._rows) > self.limit:
-            self._rows = [r for i, r in enumerate(self._rows) if i % 2 == 0]
-            self._stride *= 2
+        self._records.append(step, row)
         self._see(step, row)
 
     def _see(self, step: int, row: Tensor) -> None:
         """Note which branches this record shows switched on, and which have lapsed."""
-        on, seen = row[5] >= self.on_ratio, ~row[5].isnan()
-        self._on[(self._on == _UNDECIDED) & on] = _OPEN
-        self._on[(self._on == _UNDECIDED) & seen] = _OFF
-        self._on[(self._on == _OFF) & on] = step
+        self._switching.see(step, row[5], self.on_ratio)
         self.lapses.see(step, row[0], row[2], row[4])
 
     @property
     def steps(self) -> Tensor:
         """Optimizer steps, ``(records,)``."""
-        return torch.tensor([step for step, _ in self._rows], dtype=torch.int64)
+        return self._records.steps
 
     def __getattr__(self, name: str) -> Tensor:
         if name == "attribution":
             return self.attributions.by_record(self.steps)
         if name not in QUANTITIES:
             raise AttributeError(f"History has no attribute {name!r}")
-        if not self._rows:
+        if not len(self):
             return torch.zeros(0, len(self.branches))
-        if name not in self._columns:
-            position = QUANTITIES.index(name)
-            self._columns[name] = torch.stack([row[position] for _, row in self._rows])
-        return self._columns[name].clone()
+        return self._records.column(QUANTITIES.index(name))
 
     def newest(self, quantity: str) -> Tensor:
         """The last record of one quantity, ``(branches,)``."""
-        return self._rows[-1][1][QUANTITIES.index(quantity)]
+        return self._records.newest[QUANTITIES.index(quantity)]
 
     def attribute(self, step: int, values: Mapping[str, float], loss: float, joint: float) -> None:
         """Add what was measured along the gate path.
@@ -172,7 +162,7 @@ class History(Shown):
         Args:
             records: How many; those without a gradient are left out, and NaN is what no record has.
         """
-        rows = [row[QUANTITIES.index("saliency")] for _, row in self._rows[-records:]]
+        rows = [row[QUANTITIES.index("saliency")] for _, row in self._records.rows[-records:]]
         return torch.stack(rows).abs().nanmean(0) if rows else torch.full((len(self.branches),), math.nan)
 
     def switched_on(self) -> dict[str, int | None]:
@@ -180,11 +170,11 @@ class History(Shown):
 
         None for one that has not, and for one that was open from the start.
         """
-        return {name: None if on < 0 else on for name, on in zip(self.branches, self._on.tolist(), strict=True)}
+        return dict(zip(self.branches, self._switching.steps, strict=True))
 
     def open_from_start(self) -> list[str]:
         """Names of the branches that were not closed, and on at their first record: they have not switched on."""
-        return [name for name, on in zip(self.branches, self._on.tolist(), strict=True) if on == _OPEN]
+        return [n for n, was in zip(self.branches, self._switching.open_from_start, strict=True) if was]
 
     def order(self) -> list[str]:
         """Names of the branches that switched on, earliest first; the larger ratio first where steps are equal."""
@@ -202,16 +192,16 @@ class History(Shown):
         Returns:
             ``(branches,)``, NaN where a branch has no gate or nothing was recorded.
         """
-        if not self._rows:
+        if not len(self):
             return torch.full_like(gate, math.nan)
-        rows = torch.stack([row[:2] for _, row in self._rows] + [torch.stack([gate, gate_max])])
+        rows = torch.stack([row[:2] for _, row in self._records.rows] + [torch.stack([gate, gate_max])])
         return (rows - rows[0]).abs().amax(dim=(0, 1))
 
     def _title(self) -> str:
         records = f"{len(self)} record{'' if len(self) == 1 else 's'} of {len(self.branches)} branches"
         if not len(self):
             return records
-        first, last = self._rows[0][0], self._rows[-1][0]
+        first, last = self.steps[0], self.steps[-1]
         return f"{records}, steps {first} to {last}, {len(self.order())} switched on"
 
     def _cells(self) -> list[tuple[str, ...]]:
@@ -269,9 +259,10 @@ class History(Shown):
     def to_dict(self) -> dict[str, Any]:
         """Everything in plain types (numbers, strings, lists, tensors)."""
         quantities = {q: getattr(self, q) for q in QUANTITIES}
-        state = {"stride": self._stride, "count": self._count, "limit": self.limit, "on_ratio": self.on_ratio}
+        kept = self._records
+        state = {"stride": kept.stride, "count": kept.count, "limit": kept.limit, "on_ratio": self.on_ratio}
         measured = {"attribution": self.attribution, **self.attributions.to_dict()}
-        own = {"branches": list(self.branches), "steps": self.steps, "on": self._on.clone()}
+        own = {"branches": list(self.branches), "steps": self.steps, "on": self._switching.on.clone()}
         return own | state | quantities | measured
 
     @classmethod
@@ -300,21 +291,19 @@ class History(Shown):
             raise KeyError(QUANTITIES[0])
         table = torch.full((len(steps), len(QUANTITIES), len(branches)), math.nan)
         for quantity in present:
-            rows = torch.as_tensor(values[quantity])
-            if rows.shape != (len(steps), len(branches)):
-                raise ValueError(f"{quantity} has shape {tuple(rows.shape)}")
-            table[:, QUANTITIES.index(quantity)] = rows
+            column = torch.as_tensor(values[quantity])
+            if column.shape != (len(steps), len(branches)):
+                raise ValueError(f"{quantity} has shape {tuple(column.shape)}")
+            table[:, QUANTITIES.index(quantity)] = column
         limit = max(int(values.get("limit", _LIMIT)), len(steps), 2)
         history = cls(branches, float(values.get("on_ratio", _ON_RATIO)), limit)
-        history._rows = list(zip(steps, table, strict=True))
+        rows = list(zip(steps, table, strict=True))
+        history._records = Records(limit, rows, int(values.get("stride", 1)), int(values.get("count", len(rows))))
         history.attributions = Attributions.from_dict(values, len(branches), limit)
-        history._stride, history._count = int(values.get("stride", 1)), int(values.get("count", len(steps)))
-        for step, row in history._rows:
+        for step, row in rows:
             history._see(step, row)
         if "on" in values:
-            history._on[:] = torch.as_tensor(values["on"])
-        if history._stride < 1 or history._count < len(steps):
-            raise ValueError(f"{history._count} records, one of {history._stride} kept")
+            history._switching.on[:] = torch.as_tensor(values["on"])
         return history
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -10,8 +10,9 @@ import torch
 
 from lit_resinit import History, ResInitError
 from lit_resinit.report import attribution_figure, run_figure, write_page
+from lit_resinit.report.about import about_run
 from lit_resinit.report.attribution import attribution_data, bands_of
-from lit_resinit.report.page import about_run, page_data
+from lit_resinit.report.page import page_data
 
 
 def measured(branches: int = 5, times: int = 6) -> History:

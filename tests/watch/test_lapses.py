@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from lit_resinit import History, ResidualInit, ResInitWarning, make_plan
-from lit_resinit.report.page import about_run, page, page_data
+from lit_resinit.report.about import about_run
+from lit_resinit.report.page import page, page_data
 from lit_resinit.report.tables import history_table
 from lit_resinit.watch.lapses import Lapses, gated
 from lit_resinit.watch.watching import watch
@@ -103,7 +104,7 @@ def test_table_and_page_say_it() -> None:
     net = nn.Sequential(Scaled(), Scaled(), nn.Linear(WIDTH, 2))
     plan = make_plan(net, X, scheme="observe")
     history = History([b.name for b in plan.branches])
-    history.lapses, history._rows = (old := history_of([[1.0, 1.0]] * 5 + [[1.0, 0.0]] * 5)).lapses, old._rows
+    history.lapses, history._records = (old := history_of([[1.0, 1.0]] * 5 + [[1.0, 0.0]] * 5)).lapses, old._records
     history.lapses._branches = history.branches
     table = history_table(plan, history)
     console = Console(width=200)

@@ -12,7 +12,8 @@ from torch import nn
 
 import lit_resinit
 from lit_resinit import History, ResidualInit, Trial, apply_, make_plan, watch
-from lit_resinit.report.page import about_run, write_page
+from lit_resinit.report.about import about_run
+from lit_resinit.report.page import write_page
 from lit_resinit.watch import Moments, Watcher, metrics
 from lit_resinit.watch.history import QUANTITIES
 from lit_resinit.watch.watching import Watching
