@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 QUANTITIES = ("gate", "gate_max", "gate_grad", "var_stream", "var_branch", "variance_ratio", "saliency")
 _ON_RATIO, _LIMIT = 1e-3, 2000
-
+_BYTES = 150 * 2**20  # what the records of a run may take, where it has very many branches
 
 # what draws a history, by name; the room that draws enters its functions here, as nothing is imported from below
 DRAWN: dict[str, Callable[..., Figure]] = {}
@@ -41,7 +41,8 @@ class History(Shown):
     Args:
         branches: Branch names, in plan order.
         on_ratio: Variance ratio from which a branch counts as switched on, dimensionless.
-        limit: Largest number of records kept, at least 2.
+        limit: Largest number of records kept, at least 2. When None 2,000, or as many as take 150 MiB, where there are
+            more than about 2,800 branches.
 
     Raises:
         ValueError: If the limit leaves no room for the first and the last record.
@@ -56,7 +57,6 @@ class History(Shown):
         var_branch: Population variance of the branch's output.
         variance_ratio: ``var_branch / var_stream``.
         lapses: Gates that lived and no longer do, as :class:`~lit_resinit.watch.lapses.Lapses` counts them.
-        saliency: First-order usefulness ``|sum g * dL/dg|``, in units of the loss.
         saliency: ``sum g * dL/dg + sum b * dL/db`` with the biases closed with the gate, in units of the loss. To first
             order closing the branch raises the loss by minus this number.
         attribution: What each branch takes off the loss on data held out, by the gate path
@@ -79,7 +79,8 @@ class History(Shown):
     saliency: Tensor
     attribution: Tensor
 
-    def __init__(self, branches: Sequence[str], on_ratio: float = _ON_RATIO, limit: int = _LIMIT) -> None:
+    def __init__(self, branches: Sequence[str], on_ratio: float = _ON_RATIO, limit: int | None = None) -> None:
+        limit = _usual_limit(len(branches)) if limit is None else limit
         if limit < 2:
             raise ValueError(f"Expected argument `limit` to be at least 2 but got {limit!r}")
         self.branches = list(branches)
@@ -295,7 +296,7 @@ class History(Shown):
             if column.shape != (len(steps), len(branches)):
                 raise ValueError(f"{quantity} has shape {tuple(column.shape)}")
             table[:, QUANTITIES.index(quantity)] = column
-        limit = max(int(values.get("limit", _LIMIT)), len(steps), 2)
+        limit = max(int(values.get("limit", _usual_limit(len(branches)))), len(steps), 2)
         history = cls(branches, float(values.get("on_ratio", _ON_RATIO)), limit)
         rows = list(zip(steps, table, strict=True))
         history._records = Records(limit, rows, int(values.get("stride", 1)), int(values.get("count", len(rows))))
@@ -335,6 +336,10 @@ class History(Shown):
                     "a checkpoint of the run."
                 ) from error
         return cls.from_dict(values)
+
+
+def _usual_limit(branches: int) -> int:
+    return max(2, min(_LIMIT, _BYTES // (4 * len(QUANTITIES) * max(1, branches))))
 
 
 def _found(values: Any) -> str:

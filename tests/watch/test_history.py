@@ -117,6 +117,13 @@ def test_missing_pandas_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None
         filled(3).to_pandas()
 
 
+@pytest.mark.parametrize(("branches", "limit"), [(1, 2000), (2800, 2000), (10_000, 561), (10**7, 2)])
+def test_very_many_branches_take_bounded_memory(branches: int, limit: int) -> None:
+    history = History(["b"] * branches)
+    assert history.limit == limit
+    assert limit == 2 or limit * branches * len(QUANTITIES) * 4 <= 150 * 2**20
+
+
 def test_a_limit_without_room_for_both_ends_is_refused() -> None:
     with pytest.raises(ValueError, match="`limit` to be at least 2 but got 1"):
         History(["a"], limit=1)
