@@ -5,26 +5,23 @@ Longer than other files, for Lightning wants every hook, and what a checkpoint h
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from torch import Tensor, nn
 
-from lit_resinit.errors import NoBranchError, ResInitError, TraceError, warn
+from lit_resinit.errors import warn
 from lit_resinit.graph.tensors import end_measuring
 from lit_resinit.judge.identity_report import IdentityReport
-from lit_resinit.judge.optimizers import check_optimizers, held_names, holds_gates, still_gates
+from lit_resinit.judge.optimizers import check_optimizers, held_names, holds_gates
 from lit_resinit.judge.trial import Finding, Phase, Trial
 from lit_resinit.judge.verdicts import GradientReport
-from lit_resinit.plan.apply import apply_
 from lit_resinit.plan.fold import fold_
 from lit_resinit.plan.hooks import inserted_gates
-from lit_resinit.plan.mark import Applied, LoadHook, applied_plan, mark_applied, mark_of, was_closed
+from lit_resinit.plan.mark import Applied, LoadHook, applied_plan
 from lit_resinit.plan.values import CLOSED, ResidualPlan, Scheme
-from lit_resinit.report.about import about_run, later
-from lit_resinit.report.tables import history_table
 from lit_resinit.trainer.batches import give_back_loader
 from lit_resinit.trainer.checkpoints import (
     end_training,
@@ -33,21 +30,17 @@ from lit_resinit.trainer.checkpoints import (
     keep_plain,
     learn_folds,
 )
-from lit_resinit.trainer.copies import fitting_plan
+from lit_resinit.trainer.closing import Closing
 from lit_resinit.trainer.engines import judge_before
 from lit_resinit.trainer.fits import Fits
+from lit_resinit.trainer.known import Known
 from lit_resinit.trainer.loggers import prints, send_attribution, send_figure, send_record, show_progress
 from lit_resinit.trainer.options import Policy, Usefulness, check_options, check_usefulness
-from lit_resinit.trainer.plans import plan_run
 from lit_resinit.trainer.reports import RunReport
 from lit_resinit.trainer.saved import read_state
 from lit_resinit.trainer.setups import (
     in_workers,
-    may_come_later,
     packing,
-    refuse_copies,
-    refuse_packed,
-    refuse_sharded,
     refuse_workers,
 )
 from lit_resinit.trainer.steps import (
@@ -64,7 +57,6 @@ from lit_resinit.watch.agreement import Agreement
 from lit_resinit.watch.conclusion import Conclusion
 from lit_resinit.watch.gates import gate_statistics
 from lit_resinit.watch.history import History
-from lit_resinit.watch.lapses import gated
 from lit_resinit.watch.watching import Watching
 
 
@@ -184,11 +176,9 @@ class ResidualInit(Callback):
         self._unpictured = False  # whether a record came after the last picture
         self._to_loggers = False  # whether this record is one that loggers get
         self._before: dict[str, Any] | None = None  # what was known of the run when its checkpoint was written
-        self._resumed = False
         self._for_workers = False  # whether a main process without scalars will load what was trained
         self._engine = ""  # a strategy that hides the gates once it is built
-        self._late: ResInitError | None = None
-        self._mark: Applied | None = None
+        self._closing = Closing(scheme)
         self._slept: dict[str, int] = {}
         self._fits = Fits()
         self._network: Applied | None = None  # the mark of the network that history and reports are of
@@ -213,74 +203,29 @@ class ResidualInit(Callback):
             self._engine = packing(trainer.strategy)
             self._for_workers = in_workers(trainer.strategy) and not any(True for _ in inserted_gates(pl_module))
             self._run_report = None if self.report is None else RunReport(self.report, trainer)
-            self._resumed, self._mark, self._slept = False, None, {}
-            self._close_gates(trainer, pl_module)
-            if self._engine and self._mark is not None and not self._mark.moved:
+            self._slept = {}
+            options = (self.scheme, self.include, self.exclude, self.example_inputs, self.overwrite_trained)
+            self._closing = Closing(*options)
+            self._accept(trainer, pl_module, self._closing.close(trainer, pl_module))
+            if self._engine and self._closing.mark is not None and not self._closing.moved:
                 self._judge_before(trainer, pl_module)
         if applied_plan(pl_module) is None:
             self._explain_loading(pl_module, LoadHook(inserts=stage != "fit"))
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Second chance for a network built in ``setup`` or ``configure_model``: closing only, no inserting."""
-        late, self._late = self._late, None
-        if late is not None and not self._recognise(trainer, pl_module):
-            if trainer.ckpt_path is not None:
-                self._resumed = True
-            refuse_packed(trainer.strategy)
-            refuse_sharded(pl_module)
-            self._prepare(trainer, pl_module, late=True)
+        self._accept(trainer, pl_module, self._closing.close_late(trainer, pl_module))
         if not self._engine:
             expect_plain(trainer, pl_module)
 
-    def _close_gates(self, trainer: Any, pl_module: Any) -> None:
-        if self._recognise(trainer, pl_module):
+    def _accept(self, trainer: Any, pl_module: nn.Module, plan: ResidualPlan | None) -> None:
+        if plan is None:
             return
-        try:
-            self._prepare(trainer, pl_module)
-        except (NoBranchError, TraceError) as error:
-            if not may_come_later(pl_module):
-                raise
-            self._late = error
-
-    def _recognise(self, trainer: Any, pl_module: nn.Module) -> bool:
-        """Whether gates of this module or a part of it were closed before: then they are only watched."""
-        found = applied_plan(pl_module)
-        if found is not None:
-            name, self._mark = found
-            self._accept(trainer, pl_module, self._mark.plan.below(name))
-        elif was_closed(pl_module):
-            plan = self._plan(trainer, pl_module, "observe")
-            self._mark = mark_applied(pl_module, plan, moved=True)
-            self._accept(trainer, pl_module, plan)
-        return self._mark is not None
-
-    def _prepare(self, trainer: Any, pl_module: nn.Module, late: bool = False) -> None:
-        plan = self._plan(trainer, pl_module, self.scheme)
-        plan = fitting_plan(pl_module, plan, lambda scheme: self._plan(trainer, pl_module, scheme))
-        if late and any(b.action in ("insert", "sqrt_depth") for b in plan.branches):
-            raise ResInitError(
-                "closing the gates: expected the network and a batch when the callback is set up, found them only "
-                "after `setup` and `configure_model`, where the optimizer is built already and no scalar can be "
-                "inserted. Where only the data come late, pass `example_inputs`; where the "
-                "network does, call `apply_(self.net, make_plan(self.net, ...))` at the end of that "
-                "`configure_model` (or `setup`), or use scheme='last_layer'."
-            )
-        refuse_copies(trainer, plan)
-        if late and self._resumed:
-            self._mark = mark_applied(pl_module, plan, moved=True)
-        else:
-            apply_(pl_module, plan, overwrite_trained=self.overwrite_trained)
-            self._mark = mark_of(pl_module)
+        closing = self._closing
+        another = self._network is not None and self._network is not closing.mark
+        if closing.closed or (another and not closing.resumed):
             self._start_anew()
-        self._accept(trainer, pl_module, plan)
-
-    def _plan(self, trainer: Any, pl_module: nn.Module, scheme: Scheme) -> ResidualPlan:
-        return plan_run(trainer, pl_module, scheme, self.include, self.exclude, self.example_inputs)
-
-    def _accept(self, trainer: Any, pl_module: nn.Module, plan: ResidualPlan) -> None:
-        if self._network is not None and self._network is not self._mark and not self._resumed:
-            self._start_anew()
-        self._network = self._mark
+        self._network = closing.mark
         names = [b.name for b in plan.branches]
         if names != self.history.branches:
             self.history = History(names, self.on_ratio)
@@ -322,8 +267,7 @@ class ResidualInit(Callback):
         self._trial = self._watching = self._useful = None
         if self.plan is None or self._engine:
             return
-        moved = self._mark is not None and self._mark.moved
-        fresh = trainer.global_step == 0 and not self._resumed and not moved
+        fresh = trainer.global_step == 0 and not self._closing.resumed and not self._closing.moved
         options = {"fresh": fresh, "unfreezes": will_unfreeze(trainer)}
         self._trial = Trial(pl_module, self.plan, self.patience, agreement(trainer), **options)
         self._trial.resume({"slept": self._slept})
@@ -375,8 +319,8 @@ class ResidualInit(Callback):
             held = held_names(optimizer, pl_module) if len(trainer.optimizers) > 1 else None
             self._act(self._trial.before_step(optimizer, will_skip(trainer, optimizer), held))
         self._watching.before_step(self._fits.step(steps_done(trainer)))
-        if self._mark is not None:
-            self._mark.moved = True
+        if self._closing.mark is not None:
+            self._closing.mark.moved = True
 
     def _act(self, findings: Iterable[Finding]) -> None:
         """Raise, warn or say nothing, as the policies want it."""
@@ -431,7 +375,7 @@ class ResidualInit(Callback):
             self._measure(trainer, pl_module, self._useful)
         now = gate_statistics(pl_module, self.plan).cpu()
         if trainer.is_global_zero:
-            self._conclude(trainer, pl_module, self.plan, now)
+            self._conclude(trainer, pl_module, now)
         self._follow(trainer, "finished", last=True)
 
     def _logs(self, trainer: Any) -> bool:
@@ -454,23 +398,12 @@ class ResidualInit(Callback):
         if self.conclusion is not None:
             self.usefulness, self.agreements = self.conclusion.ablation.means, self.conclusion.agreements
 
-    def _conclude(self, trainer: Any, pl_module: nn.Module, plan: ResidualPlan, now: Tensor) -> None:
-        """Table, agreements, gates that hardly moved, picture."""
-        steps, woke = self._fits.step(steps_done(trainer)), self._trial.woke if self._trial is not None else None
+    def _conclude(self, trainer: Any, pl_module: nn.Module, now: Tensor) -> None:
+        """Table, gates that hardly moved, picture."""
+        known, step = self._known(), self._fits.step(steps_done(trainer))
         if self.table and prints(trainer):
-            ablation = None if self.conclusion is None else self.conclusion.ablation
-            fits = self._fits.begun
-            table = history_table(
-                plan, self.history, gate_max=now[1], step=steps, woke=woke, fits=fits, ablation=ablation
-            )
-            Console().print(table)
-            if self.conclusion is not None:
-                Console().print(str(self.conclusion), highlight=False)
-        moved, records = self.history.movement(now[0], now[1]), len(self.history)
-        judged = self.gradient_report
-        still = still_gates(trainer.optimizers, pl_module, plan, moved, judged, steps, records)
-        lost = self.history.lapses.at_end(steps, now[0], gated(plan))
-        for text in filter(None, (still, lost)):
+            known.print_table(self.history, now[1], step)
+        for text in known.lost(trainer.optimizers, pl_module, self.history, now, step):
             warn(text)
         if self._run_report is not None:
             self._run_report.draw(self.history)
@@ -478,13 +411,11 @@ class ResidualInit(Callback):
     def _follow(self, trainer: Any, state: str = "running", last: bool = False) -> None:
         if self._run_report is not None:
             state = f"{state} at step {self._fits.step(steps_done(trainer))}"
-            self._run_report.follow(trainer, self.history, self._about, state, last=last)
+            self._run_report.follow(trainer, self.history, self._known().about, state, last=last)
 
-    def _about(self) -> dict[str, Any]:
-        woke = self._trial.woke if self._trial is not None else None
-        reports = (self.identity_report, self.gradient_report)
-        now = about_run(self.plan, *reports, woke, fits=self._fits.begun, conclusion=self.conclusion)
-        return now if self._before is None else later(self._before, now)
+    def _known(self) -> Known:
+        woke, reports = None if self._trial is None else self._trial.woke, (self.identity_report, self.gradient_report)
+        return Known(self.plan, *reports, woke, self.conclusion, self._fits, self._before)
 
     # ---------------------------------------------------------------- the end, and what a checkpoint keeps
 
@@ -525,18 +456,16 @@ class ResidualInit(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle takes along, also of a callback whose run goes on: no hook, and no network."""
-        state = vars(self) | dict.fromkeys(("_trial", "_watching", "_loading", "_late", "_mark", "_network"))
+        state = vars(self) | dict.fromkeys(("_trial", "_watching", "_loading", "_network"))
+        state["_closing"] = dataclasses.replace(self._closing, mark=None, late=None)
         if self._trial is not None:
-            state |= {"_slept": self._trial.state()["slept"], "_before": self._about()}
+            state |= {"_slept": self._trial.state()["slept"], "_before": self._known().about()}
         return {k: v for k, v in state.items() if k not in ("log", "log_dict")}
 
     def state_dict(self) -> dict[str, Any]:
         """Plain types only, so that the checkpoint loads with ``weights_only=True``."""
-        folds = {g.parameter: [[n, g.value] for n in g.folds_into] for g in self.plan.gates} if self.plan else {}
         trial = {"slept": dict(self._slept)} if self._trial is None else self._trial.state()
-        closed, history = self.plan is not None, self.history.to_dict()
-        fits = {"steps": self._fits.offset, "fits": list(self._fits.begun)}
-        return {"closed": closed, "history": history, **trial, "folds": folds, "about": self._about(), **fits}
+        return self._known().state(self.history, trial)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the history of the run that is resumed, and the patience with what slept.
@@ -546,7 +475,7 @@ class ResidualInit(Callback):
         if self._stage != "fit":
             return
         saved = read_state(state_dict)
-        self._resumed, self._slept, self._before = saved.closed, saved.slept, saved.about
+        self._closing.resumed, self._slept, self._before = saved.closed, saved.slept, saved.about
         self._fits, history = Fits(saved.steps, list(saved.fits)), saved.history
         if history is not None and (not self.history.branches or history.branches == self.history.branches):
             self.history = history
