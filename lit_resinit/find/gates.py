@@ -62,9 +62,21 @@ class Gate:
             parameters[name].zero_()
 
 
-def gate_at(graph: Graph, product: Node, moving: int, closing: Closing, biases: Sequence[str]) -> Gate:
-    """The gate that a learned factor of a product is, given what is added after it."""
-    kind: GateKind = "layer" if product.op != "mul" else "norm" if is_normalised(graph, moving) else "scale"
+def gate_at(
+    graph: Graph, product: Node, moving: int, closing: Closing, biases: Sequence[str], *, transformed: bool = False
+) -> Gate:
+    """The gate that a learned factor of a product is, given what comes after it.
+
+    Args:
+        graph: The graph.
+        product: The product.
+        moving: Its other factor.
+        closing: The learned factor, and how it is closed.
+        biases: What is added after it.
+        transformed: Whether a Fourier transform comes after it, so that it is the kernel of a convolution.
+    """
+    layer = product.op != "mul" or transformed
+    kind: GateKind = "layer" if layer else "norm" if is_normalised(graph, moving) else "scale"
     if closing.parameter.rpartition(".")[2].startswith(INSERTED_NAME):
         kind = "inserted"
     folds = (closing.parameter, *biases) if closing.linear and closing.index is None else ()

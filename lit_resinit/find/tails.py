@@ -171,6 +171,7 @@ class _Passed:
 
     biases: tuple[str, ...] = ()
     nonlinear: tuple[int, ...] = ()
+    transformed: bool = False
 
     def before(self, summand: Tail) -> Tail:
         """A summand, given what comes after it."""
@@ -205,6 +206,7 @@ class _Walk:
         self.insertable: list[int] = []
         self.biases: list[str] = []
         self.nonlinear: list[int] = []
+        self.transformed = after.transformed
 
     def run(self, start: int) -> Tail | _Fork:
         """Every step names the value to go on with, or the end."""
@@ -215,7 +217,8 @@ class _Walk:
 
     def so_far(self) -> _Passed:
         """What a summand has after it, at the end of this walk."""
-        return _Passed((*self.after.biases, *self.biases), (*self.after.nonlinear, *self.nonlinear))
+        biases, nonlinear = (*self.after.biases, *self.biases), (*self.after.nonlinear, *self.nonlinear)
+        return _Passed(biases, nonlinear, self.transformed)
 
     def tail(self, **end: Any) -> Tail:
         """The tail that ends here."""
@@ -232,7 +235,10 @@ class _Walk:
         return self._step(node)
 
     def _step(self, node: Node) -> _Step:
-        if (ops.does(node.op, Does.MOVES) and node.number != 0) or (node.op == "shift" and node.number == 0):
+        self.transformed |= ops.does(node.op, Does.TRANSFORMS)
+        if ops.does(node.op, Does.MOVES | Does.TRANSFORMS) and node.number != 0:
+            return node.inputs[0]
+        if node.op == "shift" and node.number == 0:
             return node.inputs[0]
         if node.op == "add":
             return self._through_sum(node)
@@ -280,7 +286,8 @@ class _Walk:
             return moving[0]
         found = closing(self.graph, fixed[0])
         if found is not None:
-            return self.tail(gates=(gate_at(self.graph, node, moving[0], found, self.biases),), gated_at=node.index)
+            gate = gate_at(self.graph, node, moving[0], found, self.biases, transformed=self.transformed)
+            return self.tail(gates=(gate,), gated_at=node.index)
         if ops.does(node.op, Does.APPLIES_WEIGHT):
             return self._stop(node, "its weight is computed in a way whose closing value is not known")
         return moving[0]

@@ -23,6 +23,7 @@ class Does(enum.Flag):
 
     COPIES = enum.auto()  # shows its first input as it is, in all its elements
     MOVES = enum.auto()  # copies, moves, pools or drops elements of its first input: a stream is still the same stream
+    TRANSFORMS = enum.auto()  # mixes the elements of its first input linearly, by numbers that are the same always
     STRAIGHT = enum.auto()  # linear, or picks elements: nothing that a layer before and one after it could not do
     MERGES = enum.auto()  # puts several values side by side, into one another, or picks among them
     SELECTS = enum.auto()  # takes a parameter in as a value: no layer works on what passes
@@ -83,7 +84,8 @@ _TABLE: tuple[tuple[Kind, str], ...] = (
     (
         Kind(_COPIES, Zero.VALUES),
         "alias clone contiguous detach lift lift_fresh lift_fresh_copy _to_copy to copy _unsafe_view _reshape_alias "
-        "reshape expand_copy permute_copy t_copy transpose_copy",
+        "reshape expand_copy permute_copy t_copy transpose_copy "
+        "squeeze unsqueeze t transpose swapaxes swapdims",  # these in place, else they are views
     ),
     # moves, pools, drops: zero stays zero, the slope does not vanish
     (
@@ -101,6 +103,10 @@ _TABLE: tuple[tuple[Kind, str], ...] = (
         "index index_select gather take take_along_dim masked_select repeat_interleave",
     ),
     (Kind(_MOVES | Does.REDUCES, Zero.VALUES), "mean sum amax"),
+    (
+        Kind(Does.TRANSFORMS | Does.STRAIGHT, Zero.VALUES),
+        "_fft_r2c _fft_c2r _fft_c2c _conj_physical conj_physical resolve_conj resolve_neg cumsum tril triu",
+    ),
     (
         Kind(_MOVES | Does.SHRINKS, Zero.VALUES),
         "avg_pool1d avg_pool2d avg_pool3d max_pool2d_with_indices max_pool3d_with_indices pixel_unshuffle",

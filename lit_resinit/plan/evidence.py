@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lit_resinit.errors import TrainedWeightsError, warn
+from lit_resinit.graph.tensors import as_wide
 from lit_resinit.plan.fresh import Look, last_layers, look_of
 from lit_resinit.plan.values import Branch
 from lit_resinit.words import without_numbers
@@ -38,7 +39,7 @@ def check_untrained(branches: Sequence[Branch], parameters: Mapping[str, Tensor]
     if not evidence:
         return
     name, block = next(iter(evidence.items()))
-    values = parameters[name].detach().float()
+    values = as_wide(parameters[name])
     if values.numel() > 1:
         size = f"mean {values.mean():.3g} and spread {values.std():.3g}"
     else:
@@ -116,5 +117,5 @@ def _looks_trained(name: str, parameters: Mapping[str, Tensor]) -> bool:
 def _spread(tensor: Tensor) -> float:
     if tensor.numel() < 2 or tensor.is_meta:
         return 0.0
-    values = tensor.detach()
+    values = as_wide(tensor)
     return float(values.max() - values.min())

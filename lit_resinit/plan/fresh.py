@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lit_resinit.graph.tensors import is_sharded
+from lit_resinit.graph.tensors import as_wide, is_sharded
 
 _LAYERS = 32  # looked at, evenly over the depth: training moves all of them
 _VALUES = 4096  # of each layer, for the shape of its distribution
@@ -65,7 +65,7 @@ def look_of(layers: Sequence[Layer]) -> tuple[Look, str]:
 
 
 def _as_read(layer: Layer) -> Layer:
-    weight = layer.weight.detach().float()
+    weight = as_wide(layer.weight)
     return dataclasses.replace(layer, weight=weight.reshape(weight.shape[0], -1))
 
 
@@ -90,7 +90,7 @@ def _has_fresh_weights(layers: Iterable[Layer]) -> bool:
 
 def _has_fresh_biases(layers: Iterable[Layer]) -> bool:
     """Whether all biases are constant, or lie evenly below the bound of their layers' own initialisation."""
-    known = [(layer.bias.detach().float(), layer.weight.shape[1]) for layer in layers if layer.bias is not None]
+    known = [(as_wide(layer.bias).flatten(), layer.weight.shape[1]) for layer in layers if layer.bias is not None]
     if not known or all(bool((bias == bias[0]).all()) for bias, _ in known):
         return bool(known)
     scaled = [bias.abs() * math.sqrt(inputs) for bias, inputs in known]
@@ -138,10 +138,12 @@ def last_layers(names: Iterable[tuple[str, ...]], parameters: Mapping[str, Tenso
     for group in names:
         known = [(n, parameters[n]) for n in group if n in parameters]
         known = [(n, p) for n, p in known if not p.is_meta and not is_sharded(p)]
-        weight = next(
-            ((n, p) for n, p in known if p.ndim >= 2 and p.numel() > len(p) and p.dtype.is_floating_point), None
-        )
+        weight = next(((n, p) for n, p in known if p.ndim >= 2 and p.numel() > len(p) and _is_inexact(p)), None)
         bias = next((p for _, p in known if p.ndim == 1), None)
         if weight is not None:
             found.setdefault(weight[0], Layer(*weight, bias))
     return list(found.values())
+
+
+def _is_inexact(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_resinit.find.gates import Gate
-from lit_resinit.graph.tensors import measuring, whole
+from lit_resinit.graph.tensors import as_wide, measuring, whole
 from lit_resinit.graph.where import clean_name
 from lit_resinit.plan.values import ResidualPlan
 
@@ -99,7 +99,7 @@ def _bias_products(
 
 def _in_rows(tensors: Sequence[Tensor]) -> Tensor:
     """Tensors of one shape as float32 rows; one element of a shared parameter has no dimension of its own."""
-    return torch.stack(list(tensors)).reshape(len(tensors), -1).float()
+    return as_wide(torch.stack(list(tensors))).reshape(len(tensors), -1).float()
 
 
 def _statistics(distance: Tensor, slope: Tensor | None) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lit_resinit.errors import ResInitError
 from lit_resinit.graph.checkpoints import passable_checkpoints
+from lit_resinit.graph.tensors import as_wide
 from lit_resinit.plan.values import ResidualPlan
 from lit_resinit.watch.losses import Losses, LossFunction, evaluating, gated, of_all_ranks, parameters_of
 
@@ -195,7 +196,7 @@ class _Path:
                 continue
             grad = grad.to_dense() if grad.is_sparse else grad
             grad, way = (grad, way) if index is None else (grad[index], way[index])
-            sums.append((_wide(grad) * way).sum().to(device, torch.float32))
+            sums.append((as_wide(grad) * as_wide(way)).sum().to(device, torch.float32))
         return torch.cat([value, torch.stack(sums) / self._scale])
 
 
