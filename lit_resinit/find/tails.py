@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import math
 from collections import defaultdict
@@ -12,9 +13,10 @@ from typing import Any
 from lit_resinit.find.closing import closing, probe
 from lit_resinit.find.gates import Gate, gate_at
 from lit_resinit.find.streams import Addition
+from lit_resinit.find.views import is_nothing
 from lit_resinit.find.zeros import stays_zero
 from lit_resinit.graph import ops
-from lit_resinit.graph.ops import Does
+from lit_resinit.graph.ops import Does, Zero
 from lit_resinit.graph.values import Graph, Node
 
 _FACTORS, _PARTNERS = Does.MULTIPLIES | Does.APPLIES_WEIGHT, Does.MULTIPLIES | Does.ATTENDS
@@ -81,6 +83,17 @@ class Tails:
 
     def __init__(self, graph: Graph, readers: Sequence[Sequence[int]], additions: Container[int]) -> None:
         self.graph, self.readers, self.additions = graph, readers, additions
+
+    @functools.cached_property
+    def nothing(self) -> set[int]:
+        """Values that are zero whatever is learned: made so, or multiplied by the number zero."""
+        found = set[int]()
+        for node in self.graph.nodes:
+            values = ops.values_of(node.op, node.inputs) if ops.kind(node.op).zero is Zero.VALUES else ()
+            shows_none = bool(values) and found.issuperset(values)
+            if is_nothing(node) or shows_none or stays_zero(self.graph, node, found.__contains__):
+                found.add(node.index)
+        return found
 
     def of(self, addition: Addition, *, any_slope: bool = False) -> Tail:
         """The tail of a branch, with the learned factor nearest its end.
@@ -255,6 +268,9 @@ class _Walk:
     # ---------------------------------------------------------------- sums
 
     def _through_sum(self, node: Node) -> _Step:
+        sources = [i for i in node.inputs if i not in self.tails.nothing]
+        if len(sources) == 1:
+            return sources[0]
         moving = [i for i in node.inputs if self._moves(i)]
         if len(moving) == 2:
             return self._fork(node, moving)

@@ -65,7 +65,7 @@ class Views:
 
     def _walk(self, value: int, step: Callable[[View], View | None]) -> list[View]:
         views = [View(value)]
-        while len(views) < _LIMIT:
+        while len(views) < _LIMIT and not is_nothing(self._nodes[views[-1].value]):
             found = step(views[-1])
             if found is None:
                 break
@@ -148,6 +148,11 @@ class Views:
             return None
         passed = self._stream_step(view)
         return passed and View(passed.value, passed.scales, layers=view.layers, norms=view.norms)
+
+
+def is_nothing(node: Node) -> bool:
+    """Whether a value is multiplied by the number zero, which keeps parameters in use and shows none of it."""
+    return node.op == "scale" and node.number == 0
 
 
 def is_weight(graph: Graph, index: int) -> bool:
