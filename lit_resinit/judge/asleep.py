@@ -15,6 +15,10 @@ _BY_BATCH: dict[str, tuple[str, str]] = {  # why it sleeps, and what to do if it
     "data": ("this batch sent it no error (masked, dropped or cut off)", LET_BATCHES),
     "balance": ("in this batch the terms of its error cancel", LET_BATCHES),
     "rounding": ("in this batch its error is multiplied by what rounding leaves of terms that cancel", LET_BATCHES),
+    "number": (
+        "the code multiplies its error by a number that is zero in this step",
+        "if that is a schedule, let the number leave zero within `patience` steps, or raise `patience`; else drop it",
+    ),
     "counter": (
         "a buffer that the forward itself writes is zero in this step",
         "let that buffer leave zero within `patience` steps, or raise `patience`",

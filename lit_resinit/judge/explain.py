@@ -7,11 +7,11 @@ from collections.abc import Collection
 
 from lit_resinit.find.zeros import stays_zero, zero_sources
 from lit_resinit.graph import ops
-from lit_resinit.graph.ops import Does
+from lit_resinit.graph.ops import Does, Zero
 from lit_resinit.graph.values import Graph, Node
 
 _BUFFER = "<buffer "
-_FIXED = ("<constant>", _BUFFER)  # what neither training, data, draws nor counters change
+_FIXED = ("<constant>", "<number>", _BUFFER)  # what neither training, data, draws nor counters change
 _ROUNDING = 4 * 2.0**-23  # of the largest term: what is left of two in float32 that cancel
 
 
@@ -139,7 +139,8 @@ class Explained:
             return "<data>"
         if node.op == "buffer":
             return f"{_BUFFER}{node.name}>"
-        return "" if node.inputs else "<constant>"
+        made = "<constant>" if ops.kind(node.op).zero is Zero.ALWAYS else "<number>"
+        return "" if node.inputs else made
 
     def _causes(self, node: Node) -> list[int]:
         """The inputs that make a value zero, or else all of them where none depends on data otherwise."""

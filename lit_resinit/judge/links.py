@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+from lit_resinit.find.views import is_nothing
 from lit_resinit.graph import ops
 from lit_resinit.graph.ops import Does
 from lit_resinit.judge.explain import Explained
@@ -85,6 +86,8 @@ class Links:
         blocking = [p for p in partners if self.explained.value(p) == 0.0] or self._fixed_conditions(call, operand)
         if (call, target) in self.seen.halved and self._underflows(call, partners):
             return Reason("underflow", call)
+        if self._is_multiplied_by_nothing(call, operand):
+            return Reason("number", call)
         if blocking:
             return self._reason("factor", call, blocking)
         if self.explained.value(operand) == 0.0 and not partners and not self._is_only_added(call, operand):
@@ -105,6 +108,8 @@ class Links:
             kind = "counter"
         elif not parameters and "<data>" in names:
             kind = "chance" if any(self.graph.nodes[v].noise for v in values) and kind == "factor" else "data"
+        elif names == {"<number>"} and factor:
+            kind = "number"
         if not factor or parameters:
             return Reason(kind, call, parameters)
         buffers = frozenset(n for v in values for n in self.explained.buffers_behind(v))
@@ -121,6 +126,11 @@ class Links:
         """Whether what an operation sends is too small for half precision."""
         factor = max((self.explained.value(p) or 0.0 for p in partners), default=1.0)
         return 0.0 < self.arriving.get(call, 0.0) * factor < _HALF_STEP
+
+    def _is_multiplied_by_nothing(self, call: int, operand: int) -> bool:
+        """Whether an operation multiplies an operand by the number zero: code computes numbers, by counters maybe."""
+        readers = (n for n in map(self.graph.nodes.__getitem__, self._spelled.get(call, ())) if operand in n.inputs)
+        return any(map(is_nothing, readers))
 
     def _is_only_added(self, call: int, operand: int) -> bool:
         """Whether an operation does nothing with an operand but add it, which passes every error on."""
