@@ -39,14 +39,14 @@ class Reason:
     """Why an error became zero at one operation.
 
     ``factor``: another factor of a product is zero, because of ``parameters`` (empty: because of a constant);
-    ``slope``: the function has slope zero there; ``cancel``: the terms cancel and rounding is left; ``balance``:
-    terms that are products with different data cancel, as other data need not; ``rounding``: another factor is what
-    rounding left of terms that cancel, as in another batch they need not; ``data``: the values of this batch;
-    ``chance``: a random draw; ``counter``: a buffer that the forward itself writes; ``number``: the code multiplies by
-    a number that is zero in this step; ``underflow``: the error is smaller than what half precision can hold; ``unreached``: the operation's output is not used by the loss;
-    ``hook``: a hook on its output replaced the error; ``written``: a backward written in Python returns a zero that
-    no error went into. ``fixed_by`` are buffers of zeros because of which a factor is zero for good, and ``made_at``
-    is the operation that makes such a factor zero.
+    ``slope``: the function has slope zero there; ``cancel``: the terms cancel and rounding is left; ``balance``: terms
+    that are products with different data cancel, as other data need not; ``rounding``: another factor is what rounding
+    left of terms that cancel, as in another batch they need not; ``data``: the values of this batch; ``chance``: a
+    random draw; ``counter``: a buffer that the forward itself writes; ``number``: the code multiplies by a number that
+    is zero in this step; ``underflow``: the error is smaller than what half precision can hold; ``unreached``: the
+    operation's output is not used by the loss; ``hook``: a hook on its output replaced the error; ``written``: a
+    backward written in Python returns a zero that no error went into. ``fixed_by`` are buffers of zeros because of
+    which a factor is zero for good, and ``made_at`` is the operation that makes such a factor zero.
     """
 
     kind: ReasonKind

@@ -13,7 +13,7 @@ Number = Callable[[float], float | Tensor]
 KINDS: dict[str, Number] = {
     "number": lambda w: w,
     "tensor": torch.tensor,
-    "full": lambda w: torch.full((), w),
+    "full": lambda w: torch.full((), w),  # made of the number
 }
 
 
@@ -46,4 +46,4 @@ def test_one_that_stays_zero_is_dead_when_patience_ends_and_has_its_line(kind: s
     (message,) = [f.message for _ in range(6) for f in loop.step()]
     assert "dead" in message
     assert "a number that is zero" in message
-    assert line_of(__file__, "counts for nothing") in message
+    assert line_of(__file__, "made of the number" if kind == "full" else "counts for nothing") in message
