@@ -90,7 +90,7 @@ class Links:
             return Reason("number", call)
         if blocking:
             return self._reason("factor", call, blocking)
-        if self.explained.value(operand) == 0.0 and not partners and not self._is_only_added(call, operand):
+        if self.explained.value(operand) == 0.0 and not partners and not self._is_only_passed(call, operand):
             return self._reason("slope", call, [operand])
         inputs = [self.graph.nodes[i] for i in self.graph.calls[call].inputs]
         if node.learned and not partners and not any(n.data or n.noise for n in inputs):
@@ -132,10 +132,13 @@ class Links:
         readers = (n for n in map(self.graph.nodes.__getitem__, self._spelled.get(call, ())) if operand in n.inputs)
         return any(map(is_nothing, readers))
 
-    def _is_only_added(self, call: int, operand: int) -> bool:
-        """Whether an operation does nothing with an operand but add it, which passes every error on."""
+    def _is_only_passed(self, call: int, operand: int) -> bool:
+        """Whether an operation does nothing with an operand but add it, move it or put it beside others.
+
+        That passes every error on, and is no reason for there being none.
+        """
         readers = [n for n in map(self.graph.nodes.__getitem__, self._spelled.get(call, ())) if operand in n.inputs]
-        return bool(readers) and all(n.op == "add" for n in readers)
+        return bool(readers) and all(n.op == "add" or ops.does(n.op, Does.MOVES | Does.MERGES) for n in readers)
 
     def _is_shown(self, node: int, target: int | str, *, inside: bool) -> bool:
         """Whether a value is a parameter's or an operation's output, possibly through views of the same memory.

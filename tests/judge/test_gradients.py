@@ -10,7 +10,7 @@ from networks import WIDTH, Plain, Scaled, encoder, mlp, stack
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from lit_resinit import GradientError, check_gradients, make_plan, observe
+from lit_resinit import GradientError, apply_, check_gradients, make_plan, observe
 from lit_resinit.judge.steep import EXPLODING
 
 # -------------------------------------------------------------------- alive and asleep
@@ -405,3 +405,27 @@ def test_nan_in_a_layer_that_is_no_gate_is_an_alarm_with_its_line(depth: int) ->
     (first, *_) = report.alarms
     assert (first.status, first.role) == ("nonfinite", "layer" if depth == 1 else "gate")
     assert line_of(__file__, "it has no slope") in first.source
+
+
+class HardMixture(nn.Module):
+    """Three branches, of which a draw takes one for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.register_buffer("taken", torch.tensor([0, 2, 0, 2, 0, 2]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = nn.functional.one_hot(self.taken[torch.randperm(len(x))], 3).to(x)
+        return x + (torch.stack([expert(x) for expert in self.experts], -1) * chosen[:, None]).sum(-1)
+
+
+def test_a_branch_that_no_row_takes_sleeps_and_no_stacking_is_to_blame() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(HardMixture(), nn.Linear(WIDTH, 2)), torch.randn(6, WIDTH)
+    plan = make_plan(model, x)
+    apply_(model, plan)
+    with observe(model, plan, x) as seen:
+        model(x).square().mean().backward()
+    found = {name: gate.status for name, gate in seen.gradients.gates.items()}
+    assert found == {f"0.experts.{i}.residual_gate": "asleep" if i == 1 else "alive" for i in range(3)}
