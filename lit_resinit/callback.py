@@ -6,6 +6,7 @@ Longer than other files, for Lightning wants every hook, and what a checkpoint h
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from lit_resinit.plan.fold import fold_
 from lit_resinit.plan.hooks import inserted_gates
 from lit_resinit.plan.mark import Applied, LoadHook, applied_plan
 from lit_resinit.plan.values import CLOSED, ResidualPlan, Scheme
+from lit_resinit.report.about import versions
 from lit_resinit.trainer.batches import give_back_loader
 from lit_resinit.trainer.checkpoints import (
     end_training,
@@ -415,7 +417,14 @@ class ResidualInit(Callback):
 
     def _known(self) -> Known:
         woke, reports = None if self._trial is None else self._trial.woke, (self.identity_report, self.gradient_report)
-        return Known(self.plan, *reports, woke, self.conclusion, self._fits, self._before)
+        return Known(self.plan, *reports, woke, self.conclusion, self._fits, self._before, self._setting())
+
+    def _setting(self) -> dict[str, str]:
+        """What a reader of the page needs to repeat the run."""
+        named = ("scheme", "include", "exclude", "overwrite_trained", "patience", "on_ratio", "log_every_n_steps")
+        options = {name: str(getattr(self, name)) for name in named if getattr(self, name) not in (None, False)}
+        usefulness = {"usefulness": str(self._measure_usefulness)} if self._measure_usefulness else {}
+        return {**options, **usefulness, "seed": os.environ.get("PL_GLOBAL_SEED", "none set"), **versions()}
 
     # ---------------------------------------------------------------- the end, and what a checkpoint keeps
 

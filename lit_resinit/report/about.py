@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.metadata
+import platform
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lit_resinit.judge.identity_report import IdentityReport
@@ -20,6 +22,7 @@ def about_run(
     agreement: str = "",
     fits: Sequence[int] = (),
     conclusion: Conclusion | None = None,
+    setting: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Plan, verdicts, waking steps and usefulness in plain types, as the page shows and a checkpoint keeps them.
 
@@ -32,6 +35,7 @@ def about_run(
         agreement: A sentence on how usefulness agrees with the order of switching on.
         fits: The first steps of later fits that the history holds.
         conclusion: What was found at the end of the run, in place of both.
+        setting: What else a reader needs to repeat the run: options, seed, versions.
 
     Returns:
         A dictionary that goes through JSON.
@@ -49,6 +53,7 @@ def about_run(
         "path": None if conclusion is None or conclusion.path is None else dict(conclusion.path),
         "agreement": agreement,
         "fits": list(fits),
+        "setting": dict(setting or {}),
     }
     for branch in () if plan is None else plan.branches:
         names = [g.parameter for g in branch.gates]
@@ -71,6 +76,17 @@ def about_run(
         steps = ", ".join(f"{name} after {n}" for name, n in list(woke.items())[:200])
         about["verdicts"]["Woke up (optimizer steps after the first)"] = steps
     return about
+
+
+def versions() -> dict[str, str]:
+    """What the numbers of a run depend on, and its version, where it is installed."""
+    found = {"Python": platform.python_version()}
+    for name in ("lit-resinit", "torch", "lightning", "pytorch-lightning"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def later(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,14 @@ function element(parent, tag, text, className) {
 // ---------------------------------------------------------------- words
 
 byId("state").textContent = run.state;
+byId("verdict").className = run.verdict[0];
+byId("verdict").textContent = run.verdict[1];
+if (run.verdict[0] === "bad") document.querySelector("main").prepend(byId("verdicts")); // what to do comes before the figures
+for (const [name, value] of run.setting) {
+  element(document.querySelector("#setting dl"), "dt", name);
+  element(document.querySelector("#setting dl"), "dd", value);
+}
+byId("setting").hidden = !run.setting.length;
 for (const [label, value] of run.tiles) {
   const tile = element(byId("tiles"), "div", undefined, "tile");
   element(tile, "b", value);
@@ -47,6 +55,8 @@ function fillTable() {
   const body = document.createDocumentFragment();
   for (const branch of run.branches.filter((b) => b.name.toLowerCase().includes(wanted)).sort(compare)) {
     const row = element(body, "tr");
+    row.dataset.depth = branch.depth;
+    row.addEventListener("click", () => choose(branch.depth, false));
     for (const [key, , text] of columns) element(row, "td", show(branch[key]), text ? "name" : "");
   }
   document.querySelector("#table tbody").replaceChildren(body);
@@ -69,6 +79,28 @@ for (const [key, title, text] of columns) {
 }
 byId("filter").addEventListener("input", fillTable);
 fillTable();
+
+function choose(depth, scroll = true) {
+  if (scroll && !document.querySelector(`#table tr[data-depth="${depth}"]`)) { byId("filter").value = ""; fillTable(); }
+  for (const row of document.querySelectorAll("#table tbody tr")) row.classList.toggle("chosen", row.dataset.depth === String(depth));
+  if (scroll) document.querySelector("#table tr.chosen")?.scrollIntoView({ block: "center" });
+  const line = { type: "line", xref: "paper", x0: 0, x1: 1, y0: depth, y1: depth, line: { color: colour("last"), width: 2, dash: "dot" } };
+  if (run.steps.length && window.Plotly) Plotly.relayout(byId("map"), { shapes: [line] });
+}
+
+function asCsv() {
+  const cell = (value) => (known(value) ? (/[",\n]/.test(String(value)) ? `"${String(value).replaceAll('"', '""')}"` : String(value)) : "");
+  const rows = [...run.branches].sort(compare).map((b) => columns.map(([key]) => cell(b[key])).join(","));
+  return [columns.map(([, title]) => cell(title)).join(","), ...rows].join("\r\n") + "\r\n";
+}
+
+byId("save").addEventListener("click", () => {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([asCsv()], { type: "text/csv" }));
+  link.download = "branches.csv";
+  link.click();
+  URL.revokeObjectURL(link.href);
+});
 
 // ---------------------------------------------------------------- the figures
 
@@ -96,14 +128,7 @@ function depthAxis() {
   return { tickvals: marks, ticktext: names.map(safe), range: [-0.5, all.length - 0.5] };
 }
 
-function nothing(text) {
-  const none = { visible: false };
-  const note = { text, showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5, font: { color: colour("soft") } };
-  return [[], layout("", "", { xaxis: none, yaxis: none, rest: { annotations: [note] } })];
-}
-
 function heatMap() {
-  if (!run.steps.length) return nothing("no record yet");
   const low = Math.log10(run.lowest);
   const z = run.ratio.map((row) => row.map((v) => (v === null ? null : Math.max(low, Math.log10(Math.max(v, 1e-300))))));
   const text = run.rows.map((depth, i) => run.steps.map((step, j) =>
@@ -193,21 +218,21 @@ function pathLoss() {
 if (!path) for (const card of document.querySelectorAll(".path-card")) card.hidden = true;
 
 function gateCurves() {
-  if (!run.steps.length) return nothing("no record yet");
   const every = Math.max(1, Math.ceil(run.rows.length / run.curves));
-  const lines = run.rows.map((depth, i) => [run.branches[depth], run.g[i]]).filter((_, i) => i % every === 0);
+  const of = byId("gates-of").value, name = of === "g" ? "largest |g|" : "gradient of the gate";
+  const lines = run.rows.map((depth, i) => [run.branches[depth], run[of][i]]).filter((_, i) => i % every === 0);
   const dark = matchMedia("(prefers-color-scheme: dark)").matches; // keep away from the end that looks like the page
   const traces = lines.map(([branch, g]) => ({
     type: "scatter", mode: run.steps.length > 1 ? "lines" : "markers", x: run.steps, y: g, hoverinfo: "text",
-    text: run.steps.map((step, j) => `${about(branch)}<br>step ${step}<br>|g| ${show(g[j])}`),
+    text: run.steps.map((step, j) => `${about(branch)}<br>step ${step}<br>${name} ${show(g[j])}`), meta: branch.depth,
     line: { width: 1.5, color: shade(branch.depth / run.branches.length * 0.85 + (dark ? 0.15 : 0)) },
   }));
-  return [traces, layout("optimizer step", "largest |g|", { yaxis: { rangemode: "tozero" } })];
+  const axis = byId("gates-log").checked ? { type: "log", exponentformat: "power" } : { rangemode: "tozero" };
+  return [traces, layout("optimizer step", name, { yaxis: axis })];
 }
 
 function orderFigure() {
   const on = run.branches.filter((b) => b.on !== null);
-  if (!on.length) return nothing("no block has switched on");
   const dots = {
     type: "scatter", mode: "markers", x: on.map((b) => b.order), y: on.map((b) => b.depth), hoverinfo: "text",
     text: on.map((b) => `${about(b)}<br>number ${b.order}, at step ${b.on}`),
@@ -220,7 +245,6 @@ function orderFigure() {
 }
 
 function streamFigure() {
-  if (!run.steps.length) return nothing("no record yet");
   const trace = (values, name, dash, tone, symbol) => ({
     type: "scatter", mode: run.branches.length > 80 ? "lines" : "lines+markers", name, x: run.branches.map((b) => b.depth), y: values,
     text: run.branches.map((b, i) => `${about(b)}<br>${name}<br>Var(stream) ${show(values[i])}`), hoverinfo: "text",
@@ -256,9 +280,19 @@ function usefulnessFigure() {
 
 const FIGURES = { map: heatMap, ...(path ? { path: pathMap, stack: pathStack, loss: pathLoss } : {}), gates: gateCurves, order: orderFigure, stream: streamFigure };
 if (measured.length) FIGURES.use = usefulnessFigure;
+if (!run.steps.length) for (const id of ["map", "gates", "stream"]) drop(id); // a run that was stopped has no figures yet
+if (!run.branches.some((b) => b.on !== null)) drop("order");
 
-async function draw() {
+function drop(id) {
+  delete FIGURES[id];
+  byId(id).closest(".card").hidden = true;
+}
+
+const depthOf = { map: (p) => p.y, path: (p) => p.y, order: (p) => p.y, gates: (p) => p.data.meta, stream: (p) => p.x, use: (p) => measured[p.pointIndex].depth };
+
+async function draw(only) {
   for (const [id, figure] of Object.entries(FIGURES)) {
+    if (typeof only === "string" && only !== id) continue;
     const [traces, shape] = figure();
     const options = {
       responsive: true, displaylogo: false, displayModeBar: narrow() ? false : "hover", scrollZoom: false,
@@ -266,6 +300,8 @@ async function draw() {
     };
     if (narrow()) shape.dragmode = false; // a finger scrolls the page
     await Plotly.react(byId(id), traces, shape, options);
+    byId(id).removeAllListeners?.("plotly_click");
+    if (depthOf[id]) byId(id).on("plotly_click", ({ points: [point] }) => choose(depthOf[id](point)));
   }
   document.documentElement.dataset.drawn = "yes";
 }
@@ -286,5 +322,6 @@ function trouble(error) {
 loadPlotly().then(draw).then(() => {
   let was = narrow();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  for (const id of ["gates-of", "gates-log"]) byId(id).addEventListener("change", () => draw("gates"));
   window.addEventListener("resize", () => { if (narrow() !== was) { was = narrow(); draw(); } });
 }).catch(trouble);

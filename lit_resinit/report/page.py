@@ -25,6 +25,7 @@ from lit_resinit.report.numbers import decades, digits, evenly, plain
 from lit_resinit.report.tables import told_fits
 from lit_resinit.watch.history import History
 from lit_resinit.watch.lapses import Lapse, in_words
+from lit_resinit.words import together
 
 _CELLS = 60_000  # of each quantity in the heat map; more than a screen can show
 _ROWS = 1_000  # of the heat map; the table has every branch
@@ -36,6 +37,7 @@ _COLUMNS = (  # key, heading, whether it is text
     ("depth", "depth", False),
     ("name", "branch", True),
     ("on", "on at step", False),
+    ("now", "now", True),
     ("order", "order", False),
     ("ratio", "variance ratio", False),
     ("g", "largest |g|", False),
@@ -197,7 +199,9 @@ def page_data(history: History, about: dict[str, Any], state: str = "") -> dict[
     floor = max(history.on_ratio / 100, 1e-8)
     first, last = (history.var_stream[i] if len(history) else torch.zeros(0) for i in (0, -1))
     return {
-        "state": ". ".join([state, *([told_fits(about["fits"])] if about.get("fits") else [])]).removeprefix(". "),
+        "state": _state(history, about, state),
+        "verdict": _verdict(about, branches, state),
+        "setting": list(about.get("setting", {}).items()),
         "tiles": _tiles(history, branches, about["start"], on),
         "notes": _notes(history, about, on, len(rows), len(records)),
         "verdicts": [*about["verdicts"].items(), *_later(lapses, len(branches))],
@@ -233,7 +237,7 @@ def _later(lapses: dict[str, Lapse], total: int) -> list[tuple[str, str]]:
 
 
 def _branches(history: History, about: dict[str, Any], lapses: dict[str, Lapse]) -> list[dict[str, Any]]:
-    order = {name: i + 1 for i, name in enumerate(history.order())}
+    order, opened = {name: i + 1 for i, name in enumerate(history.order())}, {*history.open_from_start()}
     on, use, errors = history.switched_on(), about["usefulness"] or {}, about.get("errors") or {}
     path = about.get("path") or _newest_attribution(history)
     unknown = torch.full((len(history.branches),), math.nan)
@@ -248,6 +252,7 @@ def _branches(history: History, about: dict[str, Any], lapses: dict[str, Lapse])
             "g": g[depth],
             "ratio": ratio[depth],
             "on": on[name],
+            "now": _now(ratio[depth], history.on_ratio, known=on[name] is not None or name in opened),
             "order": order.get(name),
             "use": digits(use[name]) if name in use else None,
             "error": digits(errors[name]) if name in errors else None,
@@ -255,6 +260,36 @@ def _branches(history: History, about: dict[str, Any], lapses: dict[str, Lapse])
         }
         for depth, name in enumerate(history.branches)
     ]
+
+
+def _state(history: History, about: dict[str, Any], state: str) -> str:
+    fits = told_fits(about["fits"]) if about.get("fits") else ""
+    return ". ".join(filter(None, (state, fits, "" if len(history) else "no record yet")))
+
+
+def _now(ratio: float | None, on_ratio: float, *, known: bool) -> str:
+    """Whether a branch is on by its newest record, and whether it was before."""
+    if ratio is None:
+        return ""
+    return "on" if ratio >= on_ratio else "off again" if known else "off"
+
+
+def _verdict(about: dict[str, Any], branches: list[dict[str, Any]], state: str) -> list[str]:
+    """What a reader wants to know first: (good, wait or bad, one sentence)."""
+    bad = [b["name"] for b in branches if b["status"] and b["status"] not in _CALM]
+    asleep = sum(b["status"] == "asleep" for b in branches)
+    if about["start"] in ("broken", "variance not kept"):
+        return ["bad", "The network does not start as it should: the verdicts name the live path."]
+    if bad:
+        return ["bad", f"{len(bad)} of {len(branches)} branches in trouble: {together(bad)}. The verdicts say why."]
+    if state.startswith("stopped"):
+        return ["bad", f"The run was {state.split(',')[0]}."]
+    if asleep:
+        return ["wait", f"{asleep} of {len(branches)} gates asleep: each waits for something that is to learn first."]
+    if any(b["status"] for b in branches):
+        begins = "It starts as the identity, and every gate learns." if about["start"] == "proven" else ""
+        return ["good", begins or "Every gate learns."]
+    return ["wait", "No gate was judged."]
 
 
 def _newest_attribution(history: History) -> dict[str, float]:

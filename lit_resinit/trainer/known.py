@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -32,6 +33,7 @@ class Known:
         conclusion: What was measured at the end.
         fits: How the steps are counted.
         before: What was known when the checkpoint was written from which the run went on.
+        setting: Options, seed and versions.
     """
 
     plan: ResidualPlan | None
@@ -41,12 +43,12 @@ class Known:
     conclusion: Conclusion | None
     fits: Fits
     before: dict[str, Any] | None = None
+    setting: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def about(self) -> dict[str, Any]:
         """In plain types, as the page shows and a checkpoint keeps it."""
-        now = about_run(
-            self.plan, self.identity, self.gradients, self.woke, fits=self.fits.begun, conclusion=self.conclusion
-        )
+        reports = (self.identity, self.gradients, self.woke)
+        now = about_run(self.plan, *reports, fits=self.fits.begun, conclusion=self.conclusion, setting=self.setting)
         return now if self.before is None else later(self.before, now)
 
     def print_table(self, history: History, gate_max: Tensor, step: int) -> None:

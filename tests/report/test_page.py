@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from networks import WIDTH, Classifier, Scaled, data, stack, trainer
+from networks import WIDTH, Classifier, Plain, Scaled, data, stack, trainer
 from torch import nn
 
 from lit_resinit import GradientError, History, ResidualInit, ResInitError, ResInitWarning, apply_, make_plan, observe
@@ -126,6 +126,44 @@ def test_missing_plotly_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(ResInitError, match=r"lit-resinit\[report\]"):
         page(history_of(2, 2))
+
+
+def test_the_verdict_is_one_sentence_with_a_tone() -> None:
+    history = history_of(2, 3)
+    branch = {"skip": "", "action": "zero", "kind": "", "gate": "g", "woke": None}
+
+    def verdict(state: str = "running", start: str = "proven", **statuses: str) -> list[str]:
+        branches = {f"blocks.{i}": branch | {"status": status} for i, status in enumerate(statuses.values())}
+        return page_data(history, about_run(None) | {"start": start, "branches": branches}, state)["verdict"]
+
+    assert verdict() == ["wait", "No gate was judged."]
+    assert verdict(a="alive", b="alive") == ["good", "It starts as the identity, and every gate learns."]
+    assert verdict(a="alive", b="asleep")[0] == "wait"
+    assert verdict(a="alive", b="dead") == [
+        "bad",
+        "1 of 2 branches in trouble: blocks.1. The verdicts say why.",
+    ]
+    assert verdict(a="alive", start="broken")[0] == "bad"
+    assert verdict("stopped by KeyboardInterrupt at step 3, written now", a="alive") == [
+        "bad",
+        "The run was stopped by KeyboardInterrupt at step 3.",
+    ]
+
+
+def test_a_branch_that_fell_back_below_the_bound_is_told_from_one_that_stayed_on() -> None:
+    history = History(["stays", "falls", "never"])
+    for step, ratios in enumerate(([0.0, 0.0, 0.0], [0.5, 0.5, 0.0], [0.5, 1e-6, 0.0])):
+        history.append(step, torch.zeros(4, 3), torch.ones(3), torch.tensor(ratios))
+    found = {b["name"]: b["now"] for b in page_data(history, about_run(None))["branches"]}
+    assert found == {"stays": "on", "falls": "off again", "never": "off"}
+
+
+def test_what_is_needed_to_repeat_the_run_is_in_it(tmp_path: Path) -> None:
+    callback = ResidualInit(report=str(tmp_path / "run.html"), scheme="insert", patience=5)
+    trainer(tmp_path, callback).fit(Classifier(stack(Plain)), data(WIDTH))
+    found = dict(content((tmp_path / "run.html").read_text())["setting"])
+    assert (found["scheme"], found["patience"], found["torch"]) == ("insert", "5", torch.__version__.split("+")[0])
+    assert "seed" in found
 
 
 # -------------------------------------------------------------------- writing it
@@ -288,6 +326,7 @@ def test_who_carries_the_loss_is_drawn_where_it_was_measured(browser: Any, tmp_p
 @pytest.mark.browser
 def test_hovering_shows_block_step_and_values(browser: Any, run_page: Path) -> None:
     tab, _ = shown(browser, run_page)
+    tab.locator("#map").scroll_into_view_if_needed()
     area = tab.locator("#map .nsewdrag").first.bounding_box()
     tab.mouse.move(area["x"] + area["width"] * 0.97, area["y"] + area["height"] * 0.97)
     tab.wait_for_selector("#map .hovertext")
@@ -360,4 +399,56 @@ def test_an_empty_history_has_words_in_place_of_figures(browser: Any, tmp_path: 
     write_page(tmp_path / "run.html", History(["a", "b"]))
     tab, trouble = shown(browser, tmp_path / "run.html")
     assert trouble == []
-    assert "no record yet" in tab.locator("#map").text_content()
+    assert tab.locator("#state").text_content() == "no record yet"
+    assert tab.locator(".plot:visible").count() == 0
+
+
+@needs_browser
+@pytest.mark.browser
+def test_a_row_is_found_in_the_map_and_a_dot_in_the_table(browser: Any, run_page: Path) -> None:
+    tab, trouble = shown(browser, run_page)
+    tab.locator("#table tbody tr").nth(4).click()
+    assert tab.evaluate("document.querySelector('#map').layout.shapes[0].y0") == 4
+    tab.locator("#filter").fill("no such block")
+    assert tab.locator("#table tbody tr").count() == 0
+    tab.evaluate("document.querySelector('#order').emit('plotly_click', {points: [{y: 7}]})")
+    assert tab.locator("tr.chosen td").nth(1).text_content() == "blocks.7"
+    assert trouble == []
+
+
+@needs_browser
+@pytest.mark.browser
+def test_gates_can_be_drawn_in_powers_of_ten_and_with_their_gradients(browser: Any, run_page: Path) -> None:
+    tab, trouble = shown(browser, run_page)
+    axis = "document.querySelector('#gates').layout.yaxis"
+    assert tab.evaluate(f"[{axis}.title.text, {axis}.type]") == ["largest |g|", "linear"]
+    tab.locator("#gates-log").check()
+    tab.locator("#gates-of").select_option("grad")
+    tab.wait_for_function(f"{axis}.title.text === 'gradient of the gate' && {axis}.type === 'log'")
+    assert trouble == []
+
+
+@needs_browser
+@pytest.mark.browser
+def test_the_table_can_be_saved(browser: Any, run_page: Path) -> None:
+    tab, _ = shown(browser, run_page)
+    with tab.expect_download() as waiting:
+        tab.locator("#save").click()
+    lines = Path(waiting.value.path()).read_text().splitlines()
+    assert waiting.value.suggested_filename == "branches.csv"
+    assert lines[0].startswith("depth,branch,on at step,now,order")
+    assert lines[1].startswith("0,blocks.0,")
+    assert len(lines) == 1 + 12
+
+
+@needs_browser
+@pytest.mark.browser
+def test_a_stopped_run_has_its_verdicts_first_and_no_empty_figure(browser: Any, tmp_path: Path) -> None:
+    about = about_run(None) | {"start": "broken", "verdicts": {"Identity before the first step": "open"}}
+    write_page(tmp_path / "run.html", History(["a", "b"]), about, "stopped by IdentityError at step 0")
+    tab, trouble = shown(browser, tmp_path / "run.html")
+    assert tab.locator("#verdict.bad").text_content().startswith("The network does not start as it should")
+    assert tab.locator("main > section").first.get_attribute("id") == "verdicts"
+    assert tab.locator(".js-plotly-plot").count() == 0
+    assert tab.locator(".plot:visible").count() == 0
+    assert trouble == []
