@@ -26,6 +26,7 @@ for (const [name, value] of run.setting) {
   element(document.querySelector("#setting dl"), "dd", value);
 }
 byId("setting").hidden = !run.setting.length;
+byId("verdicts").hidden = !run.verdicts.length;
 for (const [label, value] of run.tiles) {
   const tile = element(byId("tiles"), "div", undefined, "tile");
   element(tile, "b", value);

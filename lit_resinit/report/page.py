@@ -264,7 +264,7 @@ def _branches(history: History, about: dict[str, Any], lapses: dict[str, Lapse])
 
 def _state(history: History, about: dict[str, Any], state: str) -> str:
     fits = told_fits(about["fits"]) if about.get("fits") else ""
-    return ". ".join(filter(None, (state, fits, "" if len(history) else "no record yet")))
+    return ". ".join(filter(None, (state, fits, "" if len(history) else "No record yet")))
 
 
 def _now(ratio: float | None, on_ratio: float, *, known: bool) -> str:

@@ -399,7 +399,7 @@ def test_an_empty_history_has_words_in_place_of_figures(browser: Any, tmp_path: 
     write_page(tmp_path / "run.html", History(["a", "b"]))
     tab, trouble = shown(browser, tmp_path / "run.html")
     assert trouble == []
-    assert tab.locator("#state").text_content() == "no record yet"
+    assert tab.locator("#state").text_content() == "No record yet"
     assert tab.locator(".plot:visible").count() == 0
 
 
