@@ -29,9 +29,10 @@ from benchmarks.random_networks.grammar import (
 )
 from benchmarks.random_networks.source import Writer
 from benchmarks.zoo import loss_of, tensors_of
-from lit_resinit import NoBranchError, ResidualPlan, apply_, check_identity, make_plan, observe
+from lit_resinit import NoBranchError, ResidualPlan, apply_, check_identity, fold_, make_plan, observe
 
 LIMIT = 20  # seconds for one network
+OPENED, ROUNDING = -0.7, 1e-3  # of scalars before they are folded; what may differ then, relative to the largest value
 DRAWS = 4  # of random numbers, before a gate that nothing explains counts as cut off
 _modules = itertools.count()
 
@@ -106,6 +107,7 @@ def _check(spec: Spec, folder: Path, properties: bool) -> None:
         )
     lost = [i for i, (before, now) in enumerate(zip(varied, _varying(model, args), strict=True)) if before and not now]
     _expect("constant output", not lost, f"outputs {lost} do not depend on the input any more")
+    _expect_folds(copy.deepcopy(model), plan, args)
     _expect_gates(model, plan, args)
 
 
@@ -182,6 +184,21 @@ def _expect_gates(model: nn.Module, plan: ResidualPlan, args: tuple[Any, ...]) -
         if not unexplained:
             return
     _expect("gates", False, f"{', '.join(unexplained)}: asleep, and nothing is said to wake them")
+
+
+def _expect_folds(model: nn.Module, plan: ResidualPlan, args: tuple[Any, ...]) -> None:
+    """Open scalars that are folded into the weights leave a network that computes the same."""
+    own, parameters = [g for g in plan.gates if g.module], dict(model.named_parameters())
+    if not own or not all(g.folds_into for g in own):
+        return
+    with torch.no_grad():
+        for gate in own:
+            parameters[gate.parameter].fill_(OPENED)
+    opened = _outputs(model, args)
+    fold_(model)
+    for scalar, folded in zip(opened, _outputs(model, args), strict=True):
+        far = (scalar - folded).abs().max() / scalar.abs().max().clamp(min=1e-6)
+        _expect("folded", bool(far <= ROUNDING), f"scalars of {OPENED} folded into the weights change it by {far:.1e}")
 
 
 # -------------------------------------------------------------------- the same network in other words

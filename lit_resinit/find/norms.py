@@ -23,6 +23,30 @@ def is_normalised(graph: Graph, index: int) -> bool:
     return _is_statistic(graph, left, right) or _is_statistic(graph, right, left)
 
 
+def is_divided_by_its_size(graph: Graph, index: int) -> bool:
+    """Whether a value is divided by a statistic of itself, so that what makes it small makes its slope large."""
+    node = graph.nodes[index]
+    if node.op != "mul":
+        return False
+    left, right = node.inputs
+    return any(_divides(graph, a) and _is_statistic(graph, a, b) for a, b in ((left, right), (right, left)))
+
+
+def _divides(graph: Graph, factor: int) -> bool:
+    for _ in range(_STEPS):
+        node = graph.nodes[factor]
+        if node.op in ("reciprocal", "rsqrt") or (node.op == "pow" and _is_negative(graph.calls[node.call].args[-1])):
+            return True
+        if not node.inputs or ops.does(node.op, Does.REDUCES):
+            return False
+        factor = node.inputs[0]
+    return False
+
+
+def _is_negative(exponent: object) -> bool:
+    return isinstance(exponent, int | float) and exponent < 0
+
+
 def _is_statistic(graph: Graph, factor: int, base: int) -> bool:
     for _ in range(_STEPS):
         node = graph.nodes[factor]

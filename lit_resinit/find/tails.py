@@ -249,6 +249,8 @@ class _Walk:
 
     def _step(self, node: Node) -> _Step:
         self.transformed |= ops.does(node.op, Does.TRANSFORMS)
+        if ops.does(node.op, Does.LARGEST):
+            self.nonlinear.append(node.index)
         if ops.does(node.op, Does.MOVES | Does.TRANSFORMS) and node.number != 0:
             return node.inputs[0]
         if node.op == "shift" and node.number == 0:
@@ -318,6 +320,9 @@ class _Walk:
         closable = [t for t in tails if t.closable]
         own = [t for t in closable if len(closable) == 1 or not self._is_shared(t, product)]
         chosen = min(own or closable or tails, key=_closes_a_layer)
+        others = [source for source, tail in zip(order, tails, strict=True) if tail is not chosen]
+        if any(self._is_computed_from(source, chosen) for source in others):
+            self.nonlinear.append(product)  # what scales one factor scales the other too
         after = _Passed(tuple(self.biases))
         return dataclasses.replace(
             change_summands(chosen, after.closed_with),
@@ -325,6 +330,19 @@ class _Walk:
             insertable=(*self.insertable, *(() if self.biases else chosen.insertable)),
             nonlinear=(*self.nonlinear, *chosen.nonlinear),
         )
+
+    def _is_computed_from(self, source: int, factor: Tail) -> bool:
+        """Whether a factor of a product is computed from what the gate of the other one makes."""
+        ends = {s.gated_at for s in factor.summands() if s.gated_at is not None}
+        stack, seen, first = [source], {source}, min(ends, default=source)
+        while stack:
+            node = stack.pop()
+            if node in ends:
+                return True
+            fresh = {i for i in self.nodes[node].inputs if i >= first} - seen
+            seen |= fresh
+            stack += fresh
+        return False
 
     def _is_shared(self, factor: Tail, product: int) -> bool:
         """Whether others than a product read what its factor's gate makes, as one layer makes shifts and scales."""

@@ -236,6 +236,17 @@ def _layer(op: str) -> Callable[[_Parts, Shape], int | None]:
     return spell
 
 
+def _gated_unit(parts: _Parts, shape: Shape) -> int | None:
+    """``a * sigmoid(b)`` of the two halves of a tensor."""
+    node, whole = parts.node("self"), parts.arguments["self"]
+    if node is None:
+        return None
+    dim, strides = parts.arguments.get("dim", -1) % whole.dim(), whole.stride()
+    starts = (whole.storage_offset() + half * shape[dim] * strides[dim] for half in (0, 1))
+    first, second = (parts.add("part", (node,), shape, region=(start, shape, strides)) for start in starts)
+    return parts.add("mul", (first, parts.add("sigmoid", (second,), shape)), shape)
+
+
 def _copy(parts: _Parts, shape: Shape) -> int | None:
     target, source = parts.node("self"), parts.node("src")
     if target is None or source is None:
@@ -310,6 +321,7 @@ _SPELLINGS: dict[str, Callable[[_Parts, Shape], int | None]] = {
     "lerp": _interpolation,
     "sum": _stacked_sum,
     "linear": _layer("mm"),
+    "glu": _gated_unit,
     **dict.fromkeys(("convolution", "_convolution", "conv1d", "conv2d", "conv3d"), _layer("conv")),
     "copy": _copy,
     "index_add": _accumulated("source", _always),

@@ -28,6 +28,7 @@ class Does(enum.Flag):
     MERGES = enum.auto()  # puts several values side by side, into one another, or picks among them
     SELECTS = enum.auto()  # takes a parameter in as a value: no layer works on what passes
     PICKS = enum.auto()  # by indices or a condition, through which no error flows back
+    LARGEST = enum.auto()  # takes the largest of several elements: of negative multiples that is another one
     SHRINKS = enum.auto()  # lowers the resolution
     MULTIPLIES = enum.auto()  # of two inputs; zero when one is, and the slope is the other
     APPLIES_WEIGHT = enum.auto()  # linear in the weight of a layer
@@ -92,8 +93,7 @@ _TABLE: tuple[tuple[Kind, str], ...] = (
         Kind(_MOVES, Zero.VALUES),
         "repeat tile roll flip rot90 constant_pad_nd pad reflection_pad1d reflection_pad2d "
         "reflection_pad3d replication_pad1d replication_pad2d replication_pad3d _adaptive_avg_pool2d "
-        "_adaptive_avg_pool3d adaptive_avg_pool1d adaptive_max_pool2d adaptive_max_pool3d max_pool1d "
-        "mkldnn_max_pool2d fractional_max_pool2d max upsample_nearest1d upsample_nearest2d upsample_nearest3d "
+        "_adaptive_avg_pool3d adaptive_avg_pool1d upsample_nearest1d upsample_nearest2d upsample_nearest3d "
         "_upsample_nearest_exact1d _upsample_nearest_exact2d upsample_linear1d upsample_bilinear2d "
         "upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa pixel_shuffle native_channel_shuffle "
         "channel_shuffle im2col col2im unfold grid_sampler_2d native_dropout dropout feature_dropout _fused_dropout",
@@ -102,15 +102,21 @@ _TABLE: tuple[tuple[Kind, str], ...] = (
         Kind(_MOVES | Does.PICKS, Zero.VALUES),
         "index index_select gather take take_along_dim masked_select repeat_interleave",
     ),
-    (Kind(_MOVES | Does.REDUCES, Zero.VALUES), "mean sum amax"),
+    (
+        Kind(_MOVES | Does.LARGEST, Zero.VALUES),
+        "adaptive_max_pool2d adaptive_max_pool3d max_pool1d mkldnn_max_pool2d fractional_max_pool2d max",
+    ),
+    (Kind(_MOVES | Does.REDUCES, Zero.VALUES), "mean sum"),
+    (Kind(_MOVES | Does.REDUCES | Does.LARGEST, Zero.VALUES), "amax"),
     (
         Kind(Does.TRANSFORMS | Does.STRAIGHT, Zero.VALUES),
         "_fft_r2c _fft_c2r _fft_c2c _conj_physical conj_physical resolve_conj resolve_neg cumsum tril triu",
     ),
     (
         Kind(_MOVES | Does.SHRINKS, Zero.VALUES),
-        "avg_pool1d avg_pool2d avg_pool3d max_pool2d_with_indices max_pool3d_with_indices pixel_unshuffle",
+        "avg_pool1d avg_pool2d avg_pool3d pixel_unshuffle",
     ),
+    (Kind(_MOVES | Does.SHRINKS | Does.LARGEST, Zero.VALUES), "max_pool2d_with_indices max_pool3d_with_indices"),
     (Kind(Does.CUTS), "slice select split split_with_sizes unbind narrow chunk tensor_split diagonal"),
     # several values in one
     (Kind(_PLACES | Does.SELECTS, Zero.VALUES), "cat stack copy_into"),
@@ -137,6 +143,7 @@ _TABLE: tuple[tuple[Kind, str], ...] = (
     ),
     (Kind(Does.REDUCES), "var var_mean std std_mean linalg_vector_norm amin"),
     (Kind(Does.REDUCES, Zero.NEVER), "logsumexp"),
+    (Kind(_NOTHING, Zero.NEVER), "sigmoid"),
     (Kind(Does.SHARES, Zero.NEVER), "_softmax _log_softmax _safe_softmax"),
     # made, not computed
     (

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from lit_resinit.find.closing import depends_on
 from lit_resinit.find.gates import Gate, inserted_name, shows_element
+from lit_resinit.find.norms import is_divided_by_its_size
 from lit_resinit.find.streams import Addition
 from lit_resinit.find.tails import Tail, change_summands
 from lit_resinit.plan.survey import Survey
@@ -163,7 +164,9 @@ def _for_summand(choice: Choice, summand: Tail) -> tuple[Action, tuple[Gate, ...
         return "zero", trailing
     inserted = inserted_into(choice, summand)
     folds = all(g.folds_into for g in inserted)
-    return ("insert", inserted) if inserted and (folds or not summand.gates) else ("last_layer", summand.gates)
+    steep = any(is_divided_by_its_size(choice.survey.graph, node) for node in summand.nonlinear)
+    by_scalar = inserted and (folds or steep or not summand.gates)  # a zero layer before a norm has a huge gradient
+    return ("insert", inserted) if by_scalar else ("last_layer", summand.gates)
 
 
 def _zero(choice: Choice, addition: Addition, tail: Tail) -> Decision:
