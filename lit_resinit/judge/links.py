@@ -138,7 +138,7 @@ class Links:
         That passes every error on, and is no reason for there being none.
         """
         readers = [n for n in map(self.graph.nodes.__getitem__, self._spelled.get(call, ())) if operand in n.inputs]
-        return bool(readers) and all(n.op == "add" or ops.does(n.op, Does.MOVES | Does.MERGES) for n in readers)
+        return bool(readers) and all(n.op in ("add", "cat", "stack") or ops.does(n.op, Does.MOVES) for n in readers)
 
     def _is_shown(self, node: int, target: int | str, *, inside: bool) -> bool:
         """Whether a value is a parameter's or an operation's output, possibly through views of the same memory.
