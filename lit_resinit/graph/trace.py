@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from lit_resinit.errors import TraceError
@@ -98,8 +99,9 @@ def _trace_fake(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 def _record_fake(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, lot: float | None) -> Graph:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    shared = _shared_storages(model)
     memo = {id(t): mode.from_tensor(t.detach()) for t in _computed_attributes(model)}
-    memo |= {id(t): mode.from_tensor(t) for t in (*model.parameters(), *model.buffers())}
+    memo |= {id(t): _faked(mode, t, shared) for t in (*model.parameters(), *model.buffers())}
     with FakeCopyMode(mode):
         twin = copy.deepcopy(model, memo)
     _train_like(twin)
@@ -109,6 +111,39 @@ def _record_fake(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         with recorder:
             run(twin, args, kwargs)
     return recorder.graph
+
+
+def _faked(mode: FakeTensorMode, tensor: Tensor, shared: Container[int]) -> FakeTensor:
+    """A parameter or buffer without values.
+
+    A plain one that shares its memory with nothing is made at once, which takes an eighth of the time of the general
+    way: with small layers that is a quarter of a plan's.
+    """
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.is_leaf
+    special = tensor.is_meta or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+    if special or not plain or _storage(tensor) in shared:
+        return mode.from_tensor(tensor)
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    fake = FakeTensor(mode, empty.requires_grad_(tensor.requires_grad), tensor.device)
+    if isinstance(tensor, nn.Parameter):
+        fake._is_param = True
+    return fake
+
+
+def _shared_storages(model: nn.Module) -> set[int]:
+    """Memory that more than one tensor of a model shows, be it a plain attribute."""
+    tensors = {id(t): t for m in model.modules() for t in tree_iter(list(vars(m).values())) if isinstance(t, Tensor)}
+    tensors |= {id(t): t for t in (*model.parameters(), *model.buffers())}
+    shown = collections.Counter(_storage(t) for t in tensors.values())
+    return {storage for storage, count in shown.items() if count > 1}
+
+
+def _storage(tensor: Tensor) -> int:
+    """Address of a tensor's memory; 0 where it has none of its own."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
 
 
 @contextlib.contextmanager
