@@ -84,6 +84,7 @@ def check_gradients(model: nn.Module, plan: ResidualPlan, flow: Flow | None = No
         One verdict for each gate, bias and zero layer.
 
     Example:
+        >>> import torch
         >>> from lit_resinit import apply_, make_plan
         >>> layer, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(2, 3, 8)
         >>> plan = make_plan(layer, x)

@@ -80,6 +80,7 @@ class Trial:
         gradients: The :class:`GradientReport` of the last judged step; None before it.
 
     Example:
+        >>> import torch
         >>> from lit_resinit import apply_, make_plan
         >>> layer, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True), torch.randn(2, 3, 8)
         >>> plan = make_plan(layer, x)
