@@ -20,6 +20,7 @@ def example(name: str) -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_digits_example_runs_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = example("digits_200_blocks").main(["--blocks", "6", "--epochs", "3", "--out", str(tmp_path)])
     assert found["branches"] == 6
@@ -35,6 +36,7 @@ def test_digits_example_runs_small(tmp_path: Path, capsys: pytest.CaptureFixture
         assert word in printed
 
 
+@pytest.mark.slow
 def test_plain_loop_learns_and_folds(capsys: pytest.CaptureFixture[str]) -> None:
     found = example("plain_loop").main(steps=120)
     assert found["seen"].identity.ok
@@ -53,6 +55,7 @@ def test_plain_loop_writes_what_is_asked_for(tmp_path: Path) -> None:
     assert len(History.load(saved)) == 1
 
 
+@pytest.mark.slow
 def test_digits_cnn_closes_norms_and_learns(capsys: pytest.CaptureFixture[str]) -> None:
     found = example("digits_cnn").main(["--blocks", "1", "--width", "8", "--epochs", "3"])
     plan = found["callback"].plan
@@ -110,6 +113,7 @@ def test_lightning_cli_takes_the_callback_from_yaml(monkeypatch: pytest.MonkeyPa
     assert callback.identity_report.ok
 
 
+@pytest.mark.slow
 def test_notebook_runs() -> None:
     cells = json.loads((EXAMPLES / "blocks_switch_on.ipynb").read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
@@ -129,6 +133,7 @@ def test_every_example_is_run_and_described() -> None:
             assert f"`{file.name}`" in listed, file
 
 
+@pytest.mark.slow
 def test_fabric_loop_learns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
     found = example("fabric_loop").main(["--steps", "120"])

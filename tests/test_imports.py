@@ -129,6 +129,7 @@ def test_everything_but_the_callback_works_without_lightning() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_callback_without_lightning_says_what_is_missing() -> None:
     done = run(BLOCKED + "from lit_resinit import ResidualInit")
     assert done.returncode == 1
@@ -149,6 +150,7 @@ def test_unknown_name_is_an_attribute_error() -> None:
         _ = lit_resinit.Residual
 
 
+@pytest.mark.slow
 def test_torchmetrics_is_imported_when_it_is_needed() -> None:
     done = run("import sys, lit_resinit, lit_resinit.cli\nassert 'torchmetrics' not in sys.modules")
     assert done.returncode == 0, done.stderr

@@ -80,7 +80,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, str]] =
 }
 
 
-LARGE = {"swin_t", "preactivation_cnn_200", "plain_mlp_200"}
+LARGE = {"swin_t", "convnext_tiny", "preactivation_cnn_200", "plain_mlp_200", "rezero_mlp_200"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LARGE else n for n in NETWORKS])

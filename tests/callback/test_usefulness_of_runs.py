@@ -278,6 +278,7 @@ def test_a_scheme_without_gates_has_nothing_to_close(tmp_path: Path) -> None:
     assert len(ours.history.attributions) == 0
 
 
+@pytest.mark.slow
 def test_several_training_loaders_give_batches_of_several(tmp_path: Path) -> None:
     class Pair(WithoutValidation):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -371,6 +372,7 @@ class Listening(DummyLogger):
         self.rows.append((step, metrics))
 
 
+@pytest.mark.slow
 def test_loggers_table_and_page_have_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -393,6 +395,7 @@ def test_loggers_table_and_page_have_it(
     assert "standard error" in page
 
 
+@pytest.mark.slow
 def test_the_picture_of_a_run_has_four_panels(tmp_path: Path) -> None:
     ours = ResidualInit(usefulness="path", log_every_n_steps=1, report=str(tmp_path / "run.png"))
     trainer(tmp_path, ours, **LONG).fit(Classifier(stack(Scaled), lr=0.3), data(WIDTH), held())

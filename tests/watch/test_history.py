@@ -46,6 +46,7 @@ def test_long_history_is_bounded_and_exact_at_both_ends(records: int) -> None:
     assert [float(g) * 10 for g in history.gate[:, 0]] == steps
 
 
+@pytest.mark.slow
 def test_step_of_switching_on_is_exact_though_rows_are_dropped() -> None:
     history = filled(10_007, 1)
     assert history.switched_on() == {"b0": 10_000}
@@ -89,6 +90,7 @@ def test_plain_types_go_through_a_checkpoint_and_back(tmp_path: Path) -> None:
     assert (again.limit, again.on_ratio, again.switched_on()) == (2000, history.on_ratio, history.switched_on())
 
 
+@pytest.mark.slow
 def test_a_continued_history_is_the_same_as_one_in_one_piece() -> None:
     whole, first = filled(4500), filled(2500)
     again = History.from_dict(first.to_dict())
